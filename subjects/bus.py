@@ -1,0 +1,223 @@
+"""The bus as the rest of Carpool sees it: a small protocol with two forms that pass the same contract tests.
+
+:class:`subjects.nats_bus.NatsBus` talks to a NATS server with JetStream; :class:`subjects.memory_bus.MemoryBus` runs inside
+one process on any clock. Both behave as a NATS 2.15 server was measured to: a plain nak is redelivered at once, an expired
+pull returns its credits, a repeated message id is swallowed for two minutes even after the first was acked, memory streams
+and their consumers are gone after a restart of the server.
+
+Handlers are plain functions called on the event loop; they must not block. A handler that raises is logged and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from subjects.ids import ModelKey
+from subjects.messages import Lane, SlaClass
+
+DUPLICATE_WINDOW_S = 120
+"""How long the work-queue swallows a repeated message id."""
+ACK_WAIT_S = 2.0
+"""A pulled ticket that is not acknowledged within this time is redelivered."""
+PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
+"""What our own server takes in one message; bigger request bodies are refused with 413."""
+
+
+@dataclass(frozen=True, slots=True)
+class BusMessage:
+    """A core message; ``reply`` is empty when nobody waits for an answer."""
+
+    subject: str
+    payload: bytes
+    reply: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where the work-queue keeps a ticket. Sequences restart with a lost stream, so ``created`` (the stream's creation time,
+    nanoseconds since the epoch) belongs to the sequence. ``duplicate``: the message id was seen within the window."""
+
+    shard: int
+    sequence: int
+    created: int
+    duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedTicket:
+    """A pulled ticket. ``token`` acknowledges it (from any connection); ``deliveries`` counts from 1."""
+
+    payload: bytes
+    token: str
+    sequence: int
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvEntry:
+    """A value of a bucket; revisions grow over the whole bucket."""
+
+    key: str
+    value: bytes
+    revision: int
+
+
+class Subscription(Protocol):
+    """A running subscription or watch."""
+
+    async def stop(self) -> None:
+        """Ends it; calling again does nothing."""
+
+
+class Puller(Protocol):
+    """Pulls tickets of one model, class and lane. Its consumer exists only while pulls are made and expires when idle.
+
+    Credits granted by :meth:`pull` come back either as ``on_ticket`` calls (one credit each) or as one ``on_expired`` call
+    per pull with the credits it did not use (also when the server refuses the pull, restarts, or loses the stream).
+    """
+
+    async def pull(self, credits: int, expires_s: float) -> None:
+        """Asks for up to ``credits`` tickets within ``expires_s`` (at most 1 s); returns when the request is sent.
+
+        Raises:
+            BusUnavailable: not connected; the credits were not spent.
+        """
+
+    async def stop(self) -> None:
+        """Forgets outstanding pulls; tickets that still arrive are left to be redelivered."""
+
+
+class Bus(Protocol):
+    """What a Carpool process may ask of the bus."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is up as far as this side knows."""
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest message the server takes."""
+
+    def on_reconnected(self, callback: Callable[[], None]) -> None:
+        """Calls back after every re-established connection."""
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        """Sends a core message; at most once.
+
+        Raises:
+            BusUnavailable: not connected (nothing is buffered for later: what is late is wrong).
+            PayloadTooLarge: checked before sending, since the server would drop the connection.
+        """
+
+    async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        """Sends and waits for one reply.
+
+        Raises:
+            NoResponders: nobody listens.
+            RequestTimeout: no reply within ``timeout_s``.
+            BusUnavailable, PayloadTooLarge: as for :meth:`publish`.
+        """
+
+    async def subscribe(self, subject: str, handler: Callable[[BusMessage], None], *, group: str = "") -> Subscription:
+        """Calls ``handler`` for each message; of the members of a ``group`` only one gets each message.
+
+        The subscription survives reconnects.
+        """
+
+    async def round_trip(self, *, timeout_s: float) -> float:
+        """Seconds that a ping to the server and back took: the proof that silence is not our own.
+
+        Raises:
+            RequestTimeout, BusUnavailable
+        """
+
+    # ---- the work-queue of tickets
+
+    async def ensure_queue(self) -> None:
+        """Creates the work-queue streams that are missing."""
+
+    async def queue_created(self, model: ModelKey) -> int | None:
+        """Creation time of the stream that holds the tickets of ``model``, or None when there is no such stream.
+
+        Raises:
+            BusUnavailable, RequestTimeout
+        """
+
+    async def queue_publish(
+        self, model: ModelKey, sla_class: SlaClass, lane: Lane, payload: bytes, *, message_id: str, ttl_s: int
+    ) -> Stored:
+        """Stores a ticket and waits for the acknowledgement.
+
+        Raises:
+            QueueFull: a limit of the stream is reached.
+            QueueMissing: the stream is gone; call :meth:`ensure_queue`.
+            BusUnavailable, RequestTimeout
+        """
+
+    async def queue_delete(self, stored: Stored) -> bool:
+        """Deletes a ticket by sequence, only from the very stream it was stored in; False when it is not there.
+
+        A ticket that was already pulled can be deleted too; its late acknowledgement is harmless.
+        """
+
+    async def queue_ack(self, token: str) -> None:
+        """Acknowledges a pulled ticket."""
+
+    async def queue_nak(self, token: str) -> None:
+        """Gives a pulled ticket back; it is redelivered at once."""
+
+    async def open_puller(
+        self,
+        model: ModelKey,
+        sla_class: SlaClass,
+        lane: Lane,
+        *,
+        on_ticket: Callable[[QueuedTicket], None],
+        on_expired: Callable[[int], None],
+    ) -> Puller:
+        """A puller for one lane. The consumer is created on the first pull and again whenever it is missing."""
+
+    # ---- small state and kept messages
+
+    async def kv_get(self, bucket: str, key: str) -> KvEntry | None:
+        """The value, or None. Buckets are created on first use (file storage)."""
+
+    async def kv_put(self, bucket: str, key: str, value: bytes, *, expected_revision: int | None = None) -> int:
+        """Stores and returns the new revision. ``expected_revision=0`` creates; None overwrites.
+
+        Raises:
+            WrongRevision: another value was stored since.
+        """
+
+    async def kv_delete(self, bucket: str, key: str) -> None:
+        """Removes a key; a missing one is no error."""
+
+    async def kv_entries(self, bucket: str) -> Sequence[KvEntry]:
+        """All live entries, in order of key."""
+
+    async def kv_watch(self, bucket: str, handler: Callable[[str, KvEntry | None], None]) -> Subscription:
+        """Calls ``handler(key, entry)`` for each present entry and each later change; None is a removal.
+
+        The watch survives restarts of the server.
+        """
+
+    async def ensure_stream(
+        self, name: str, subjects: Sequence[str], *, max_age_s: float = 0, max_bytes: int = -1, memory: bool = False
+    ) -> None:
+        """A limits-retention stream that keeps what is published on ``subjects``."""
+
+    async def stream_publish(self, subject: str, payload: bytes, *, expected_last_sequence: int | None = None) -> int:
+        """Publishes into a stream and returns the sequence.
+
+        Raises:
+            WrongRevision: another message was appended since ``expected_last_sequence``.
+            QueueMissing, BusUnavailable, RequestTimeout
+        """
+
+    async def stream_read(self, name: str, *, start_sequence: int = 1, messages_max: int = 1000) -> Sequence[BusMessage]:
+        """Kept messages from ``start_sequence`` on, at most ``messages_max``."""
+
+    async def close(self) -> None:
+        """Flushes and closes; calling again does nothing."""

@@ -1,0 +1,697 @@
+"""Every message that crosses a process boundary (BUS-1).
+
+All are frozen, keyword-only msgspec structs carried as MessagePack maps. New fields get defaults, so that an older peer can
+still be understood; unknown fields of a newer peer are ignored. Times named ``*_unix_s`` are wall-clock seconds; a duration
+or age is relative to the moment of sending, since clocks of two machines differ. Tokens, pages and bytes are integers.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from subjects.ids import (
+    DeviceId,
+    IngressId,
+    ModelHash,
+    OperationId,
+    ReplicaId,
+    RequestId,
+    Tenant,
+    WorkerId,
+)
+
+# ---------------------------------------------------------------------------------------------------------------- kinds
+
+
+class SlaClass(Enum):
+    """Service classes in falling order of value."""
+
+    GOLD = "gold"
+    SILVER = "silver"
+    BRONZE = "bronze"
+    BATCH = "batch"
+
+
+class Lane(Enum):
+    """Size lanes of a request by its KV pages; ``LANE_PAGES_MAX`` gives the ceilings."""
+
+    SMALL = "s"
+    MEDIUM = "m"
+    LARGE = "l"
+
+
+LANE_PAGES_MAX: dict[Lane, int] = {Lane.SMALL: 64, Lane.MEDIUM: 512}
+"""Ceiling of a lane in KV pages; the large lane's ceiling is the pages of the model's longest context."""
+
+
+class RequestKind(Enum):
+    """Only inference counts as demand for serving replicas (ING-4)."""
+
+    INFERENCE = "inference"
+    BATCH = "batch"
+    FINE_TUNE_VALIDATION = "fine-tune-validation"
+    LOAD_TEST = "load-test"
+    HEALTH_CHECK = "health-check"
+
+
+class Endpoint(Enum):
+    """Which OpenAI route a body belongs to."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+
+
+class EngineType(Enum):
+    """The implementations of the engine protocol."""
+
+    VLLM = "vllm"
+    OPENAI_HTTP = "openai_http"
+    SIMULATED = "simulated"
+
+
+class DeviceKind(Enum):
+    """What a device is."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    MIG = "mig"
+
+
+class ReplicaState(Enum):
+    """States of a replica (WRK-3)."""
+
+    FETCHING = "fetching"
+    LOADING = "loading"
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+    ASLEEP = "asleep"
+    FAILED = "failed"
+    ABSENT = "absent"
+
+
+# -------------------------------------------------------------------------------------------------------------- request
+
+
+class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pool knows of a request: numbers, never the prompt (ING-3, ING-4).
+
+    ``token_ratio`` is expected output tokens over input tokens; ``prompt_entropy`` is in bits over the distribution of the
+    prompt's token ids. ``prefix_head`` and ``prefix_blocks`` stand for the chain of block hashes: the hash of its last
+    full block and how many blocks it has.
+    """
+
+    model_hash: ModelHash
+    endpoint: Endpoint
+    tenant: Tenant
+    sla_class: SlaClass = SlaClass.SILVER
+    lane: Lane = Lane.SMALL
+    kind: RequestKind = RequestKind.INFERENCE
+    max_tokens: int
+    stream: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = 1
+    stop_count: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    adapter: str = ""
+    structured: bool = False
+    tools: bool = False
+    priority: int = 0
+    input_tokens: int
+    prompt_entropy: float = 0.0
+    expected_output_tokens: int
+    token_ratio: float = 0.0
+    history_turns: int = 0
+    prefix_head: bytes = b""
+    prefix_blocks: int = 0
+    kv_pages_needed: int
+    preferred_engine: EngineType | None = None
+    business_id: str = ""
+    chain_id: str = ""
+    environment: str = "production"
+    task_priority: int = 10
+    deadline_unix_s: float
+    continuable: bool = False
+    """Whether the tokens already sent may be continued elsewhere (DESIGN 3.7)."""
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """A request on the work-queue: who to claim it from, and what it needs."""
+
+    request: RequestId
+    attempt: int
+    publication: int
+    ingress: IngressId
+    profile: RequestProfile
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica asks a gateway for a request whose ticket it holds.
+
+    ``part`` above zero asks for a further part of a grant that was too large for one message.
+    """
+
+    request: RequestId
+    attempt: int
+    replica: ReplicaId
+    part: int = 0
+
+
+class RefusalReason(Enum):
+    """Why a claim is refused. All but ``DEAD`` mean: acknowledge the ticket and forget it."""
+
+    TAKEN = "taken"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    STALE_ATTEMPT = "stale-attempt"
+    UNKNOWN = "unknown"
+    DEAD = "dead"
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
+    """The request is yours: its body, or its token ids, and the tokens that the client already has.
+
+    ``body`` is the client's JSON, whole or one of ``parts`` pieces. ``sent_token_ids`` is not empty only for a continuation;
+    the first delta then has ``first_token_index == len(sent_token_ids)``.
+    """
+
+    request: RequestId
+    attempt: int
+    part: int = 0
+    parts: int = 1
+    endpoint: Endpoint = Endpoint.CHAT
+    body: bytes = b""
+    prompt_token_ids: tuple[int, ...] = ()
+    sent_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    max_tokens: int = 0
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
+    """The request is not yours."""
+
+    request: RequestId
+    attempt: int
+    reason: RefusalReason
+
+
+ClaimReply = Grant | Refusal
+
+
+class OfferReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's answer to a ticket offered on ``run.<replica>``; an acceptance is followed by an ordinary claim."""
+
+    busy: bool
+
+
+class FailureKind(Enum):
+    """Sick, busy and bad request are told apart (REL-1)."""
+
+    BAD_REQUEST = "bad-request"
+    SICK = "sick"
+    BUSY = "busy"
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's refusal or failure of one request, in terms a client may see."""
+
+    kind: FailureKind
+    message: str
+    status: int = 500
+    param: str | None = None
+    code: str | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts as the engine reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New output of one choice of one request.
+
+    ``first_token_index`` numbers the choice's units from 0: tokens where the engine gives ids (then
+    ``units == len(token_ids)``), else chunks (``units == 1``). A delta that only closes has ``units == 0``. Each choice ends
+    with a ``finish_reason``; the last delta of the request also has ``end=True`` and carries ``usage`` or ``failure``.
+    ``detail`` is JSON of an OpenAI choice delta for what text cannot carry (tool calls, reasoning, logprobs).
+    """
+
+    request: RequestId
+    attempt: int
+    choice: int = 0
+    first_token_index: int
+    units: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    detail: bytes = b""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    end: bool = False
+    usage: Usage | None = None
+    failure: Failure | None = None
+
+
+class Gone(msgspec.Struct, frozen=True, kw_only=True):
+    """The replica neither holds this request nor is claiming it."""
+
+    request: RequestId
+    attempt: int
+
+
+class Frames(msgspec.Struct, frozen=True, kw_only=True):
+    """One message per engine step with the deltas of all requests of one gateway; empty when it only answers ``Held``."""
+
+    replica: ReplicaId
+    sequence: int
+    deltas: tuple[Delta, ...] = ()
+    gone: tuple[Gone, ...] = ()
+
+
+class HeldEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that the gateway believes runs at the replica; ``next_indexes`` has the next unit wanted of each choice."""
+
+    request: RequestId
+    attempt: int
+    next_indexes: tuple[int, ...]
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
+    """Every 200 ms, gateway to replica: confirmation, beat and reconciliation in one."""
+
+    ingress: IngressId
+    sequence: int
+    entries: tuple[HeldEntry, ...]
+
+
+class Resend(msgspec.Struct, frozen=True, kw_only=True, tag="resend"):
+    """A gap: send this choice again from ``from_index``, with the first boundaries."""
+
+    ingress: IngressId
+    request: RequestId
+    attempt: int
+    choice: int
+    from_index: int
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Stop generating; nobody wants the rest."""
+
+    ingress: IngressId
+    request: RequestId
+    attempt: int
+
+
+Back = Held | Resend | Cancel
+
+
+# ------------------------------------------------------------------------------------------------------------- registry
+
+
+class Sla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Targets of a model."""
+
+    p95_latency_ms: int | None = None
+    ttft_p95_ms: int = 2000
+    tpot_ms: int = 100
+    min_throughput_qps: float = 0.0
+    max_error_rate: float = 0.05
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One model as the registry holds it (PRO-2) and as a load command carries it.
+
+    ``weights_bytes``, ``kv_bytes_per_token`` and ``overhead_bytes`` are computed from the files, never declared.
+    ``budget_bytes`` is what a device is charged: weights + KV + overhead. ``source`` is a directory with the model's files,
+    or the base URL of an OpenAI-compatible server. ``revision`` counts applies of one name.
+    """
+
+    name: str
+    version: str = "1"
+    revision: int = 1
+    model_hash: ModelHash
+    weights_hash: str
+    kv_signature: str = ""
+    engine_type: EngineType = EngineType.VLLM
+    source: str
+    aliases: tuple[str, ...] = ()
+    sla: Sla = msgspec.field(default_factory=Sla)
+    sla_class: SlaClass = SlaClass.SILVER
+    tags: tuple[str, ...] = ()
+    quality_tier: int = 1
+    cost_weight: float = 1.0
+    dtype: str = "auto"
+    weights_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes: int
+    overhead_bytes: int = 0
+    budget_bytes: int
+    block_size: int = 32
+    max_context_len: int
+    max_num_seqs: int = 8
+    max_output_tokens_default: int = 256
+    warmup_tokens: int = 4
+    min_replicas: int = 0
+    max_replicas: int = 1
+    pinned: bool = False
+    allow_co_location: bool = True
+    fallback: str = ""
+    max_wait_s: float = 120.0
+    queue_requests_max: int = 512
+    random_weights: bool = False
+    """Made by ``carpool models make-tiny``: answers are noise, on purpose."""
+    engine_options: dict[str, str | int | float | bool] = {}
+
+
+# ------------------------------------------------------------------------------------------------------------ telemetry
+
+
+class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent is alive; some 24 bytes every 100 ms."""
+
+    worker: WorkerId
+    sequence: int
+    epoch_seen: int = 0
+
+
+class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One device. On CPU ``memory_bytes`` is the configured budget and ``reserved_bytes`` the sum charged to replicas."""
+
+    device: DeviceId
+    kind: DeviceKind
+    name: str = ""
+    memory_bytes: int
+    reserved_bytes: int
+    used_bytes: int = 0
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as its agent sees it. ``idle_s`` is the time since it last held a request (0 while it holds one)."""
+
+    replica: ReplicaId
+    model_hash: ModelHash
+    device: DeviceId
+    state: ReplicaState
+    budget_bytes: int
+    running: int = 0
+    slots: int = 0
+    kv_pages_free: int = 0
+    kv_pages: int = 0
+    idle_s: float = 0.0
+    state_s: float = 0.0
+    """Time in this state."""
+    memory_bytes: int = 0
+    """Proportional set size of the process."""
+    failure: str = ""
+    progress: float = 0.0
+
+
+class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent's whole state: on change, and every 5 s. What the agent says is loaded is the truth."""
+
+    worker: WorkerId
+    sequence: int
+    epoch_seen: int
+    host: str = ""
+    engines: tuple[EngineType, ...] = ()
+    devices: tuple[DeviceReport, ...]
+    replicas: tuple[ReplicaReport, ...]
+    draining: bool = False
+
+
+class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one model at one gateway since its last telemetry (arrived, finished, failed) or now (the rest)."""
+
+    model_hash: ModelHash
+    sla_class: SlaClass
+    lane: Lane
+    business_id: str = ""
+    arrived: int = 0
+    finished: int = 0
+    failed: int = 0
+    waiting: int = 0
+    running: int = 0
+    oldest_wait_s: float = 0.0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s_sum: float = 0.0
+    latency_s_sum: float = 0.0
+
+
+class IngressTelemetry(msgspec.Struct, frozen=True, kw_only=True):
+    """A gateway's demand, every 100 ms and at once when a model starts to wait."""
+
+    ingress: IngressId
+    sequence: int
+    demand: tuple[ModelDemand, ...] = ()
+
+
+# ----------------------------------------------------------------------------------------------------------- the digest
+
+
+class PoolReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica in the digest."""
+
+    replica: ReplicaId
+    model_hash: ModelHash
+    worker: WorkerId
+    device: DeviceId
+    state: ReplicaState
+    suspect: bool = False
+    weight: float = 1.0
+
+
+class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway needs to know of a model; ``refusal`` is set when it can never fit, with the numbers."""
+
+    model_hash: ModelHash
+    name: str
+    estimated_wait_s: float = 0.0
+    refusal: str = ""
+    retry_after_s: int = 0
+    permanent: bool = False
+    """Whether waiting cannot help (it never fits), or may (loads fail and back off)."""
+    class_weights: dict[str, int] = {}
+
+
+class PoolDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """Placement, weights, suspects and the dead: what all processes know of the pool, at least once a second."""
+
+    epoch: int
+    sequence: int
+    replicas: tuple[PoolReplica, ...] = ()
+    models: tuple[PoolModel, ...] = ()
+    dead: tuple[ReplicaId, ...] = ()
+    timeline: tuple[TimelineEntry, ...] = ()
+    """The last operations, newest last; bounded."""
+
+
+class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One placement action and why it was taken."""
+
+    at_unix_s: float
+    action: str
+    model: str
+    replica: ReplicaId | None = None
+    device: str = ""
+    reason: str = ""
+    outcome: str = ""
+    took_s: float = 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of every command: applied once per operation, refused under a lower epoch than the agent has seen."""
+
+    operation: OperationId
+    epoch: int
+    reason: str = ""
+
+
+class LoadModel(Command, frozen=True, kw_only=True, tag="load-model"):
+    """Start a replica of ``record`` on ``device`` and warm it. ``replica_name`` gets its incarnation from the agent."""
+
+    device: DeviceId
+    record: ModelRecord
+    replica_name: str
+    timeout_s: float = 300.0
+
+
+class DrainReplica(Command, frozen=True, kw_only=True, tag="drain-replica"):
+    """No new requests; finish the running ones within the bound, then give them back."""
+
+    replica: ReplicaId
+    timeout_s: float = 30.0
+
+
+class UnloadReplica(Command, frozen=True, kw_only=True, tag="unload-replica"):
+    """End a drained replica and free its budget. ``force`` also ends one that was not drained."""
+
+    replica: ReplicaId
+    force: bool = False
+
+
+class SetConcurrency(Command, frozen=True, kw_only=True, tag="set-concurrency"):
+    """Bound the requests that run at once."""
+
+    replica: ReplicaId
+    slots: int
+
+
+class SleepReplica(Command, frozen=True, kw_only=True, tag="sleep-replica"):
+    """Offload the weights of a drained replica to host memory."""
+
+    replica: ReplicaId
+    level: int = 1
+
+
+class WakeReplica(Command, frozen=True, kw_only=True, tag="wake-replica"):
+    """Bring a sleeping replica back, warm and verify it."""
+
+    replica: ReplicaId
+
+
+class EvictKv(Command, frozen=True, kw_only=True, tag="evict-kv"):
+    """Drop the given share of a model's KV pages."""
+
+    replica: ReplicaId
+    ratio: float
+
+
+class ResizeKv(Command, frozen=True, kw_only=True, tag="resize-kv"):
+    """Give a replica another KV budget."""
+
+    replica: ReplicaId
+    kv_bytes: int
+
+
+class MigrateKv(Command, frozen=True, kw_only=True, tag="migrate-kv"):
+    """Tell ``target`` which block chains of ``source`` it may pull."""
+
+    source: ReplicaId
+    target: ReplicaId
+    index: bytes = b""
+
+
+WorkerCommand = (
+    LoadModel | DrainReplica | UnloadReplica | SetConcurrency | SleepReplica | WakeReplica | EvictKv | ResizeKv | MigrateKv
+)
+
+
+class CommandOutcome(Enum):
+    """An agent's immediate answer to a command."""
+
+    ACCEPTED = "accepted"
+    REPEATED = "repeated"
+    """The operation id was applied before; its event is sent again if it has ended."""
+    STALE_EPOCH = "stale-epoch"
+    REFUSED = "refused"
+
+
+class CommandReply(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent's immediate answer; the end of the operation follows as an ``OperationEnded`` event."""
+
+    operation: OperationId
+    outcome: CommandOutcome
+    epoch_seen: int
+    detail: str = ""
+
+
+class OperationProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="operation-progressed"):
+    """A step of a running operation."""
+
+    worker: WorkerId
+    operation: OperationId
+    replica: ReplicaId | None = None
+    state: ReplicaState
+    detail: str = ""
+
+
+class OperationEnded(msgspec.Struct, frozen=True, kw_only=True, tag="operation-ended"):
+    """The end of an operation; ``failure`` is empty on success, else one line a person can act on."""
+
+    worker: WorkerId
+    operation: OperationId
+    replica: ReplicaId | None = None
+    failure: str = ""
+    took_s: float = 0.0
+
+
+class ReplicaDied(msgspec.Struct, frozen=True, kw_only=True, tag="replica-died"):
+    """A replica's process exited without being told to, or was killed by its agent for not answering."""
+
+    worker: WorkerId
+    replica: ReplicaId
+    detail: str = ""
+
+
+WorkerEvent = OperationProgressed | OperationEnded | ReplicaDied
+
+
+# ------------------------------------------------------------------------------------------------------ control, alerts
+
+
+class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A verb of the CLI or the web page with its JSON argument."""
+
+    argument: bytes = b"{}"
+
+
+class ControlReply(msgspec.Struct, frozen=True, kw_only=True):
+    """``error`` is empty on success; ``result`` is JSON."""
+
+    result: bytes = b"null"
+    error: str = ""
+
+
+class Severity(Enum):
+    """How much an alert matters."""
+
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """Something a person should know, with evidence and the command that would help (OPS-3)."""
+
+    at_unix_s: float
+    severity: Severity
+    kind: str
+    scope: str
+    text: str
+    evidence: dict[str, str] = {}
+    remedy: str = ""
+
+
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request over NATS: the same body as the HTTP route's (ING-2)."""
+
+    endpoint: Endpoint = Endpoint.CHAT
+    body: bytes
+    headers: dict[str, str] = {}
+    stream: bool = False
+
+
+class InferFrame(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the answer: JSON of an OpenAI chunk (stream) or of the whole response; ``last`` closes the answer."""
+
+    sequence: int
+    status: int = 200
+    body: bytes = b""
+    last: bool = False
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Who leads (bucket ``carpool-leader``)."""
+
+    holder: str
+    epoch: int

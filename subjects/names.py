@@ -1,0 +1,129 @@
+"""Every subject, stream, bucket and consumer name of Carpool, and nothing else (BUS-1)."""
+
+from __future__ import annotations
+
+from subjects.ids import IngressId, ModelKey, ReplicaId, WorkerId, is_token
+from subjects.messages import Lane, SlaClass
+
+PREFIX = "carpool.v1"
+
+POOL = f"{PREFIX}.pool"
+ALL_BEATS = f"{PREFIX}.tel.beat.*"
+ALL_WORKER_TELEMETRY = f"{PREFIX}.tel.worker.*"
+ALL_INGRESS_TELEMETRY = f"{PREFIX}.tel.ingress.*"
+ALL_WORKER_EVENTS = f"{PREFIX}.evt.worker.*"
+ALL_ALERTS = f"{PREFIX}.alert.>"
+ALL_CONTROL = f"{PREFIX}.ctl.*"
+ALL_INFER = f"{PREFIX}.infer.*"
+
+ALERT_STREAM = "carpool-alert"
+JOURNAL_STREAM = "carpool-ops-journal"
+JOURNAL = f"{PREFIX}.ops.journal"
+MODELS_BUCKET = "carpool-models"
+POOL_BUCKET = "carpool-pool"
+LEADER_BUCKET = "carpool-leader"
+LOCKS_BUCKET = "carpool-locks"
+
+
+def _token(text: str) -> str:
+    if not is_token(text):
+        raise ValueError(f"{text!r} is not a subject token: use letters, digits, '-' and '_'")
+    return text
+
+
+def queue_shard(model: ModelKey, shards: int) -> int:
+    """Which of the work-queue streams holds the tickets of ``model``."""
+    return int(model, 16) % shards
+
+
+def queue_stream(shard: int) -> str:
+    """The work-queue stream of one shard."""
+    return f"carpool-req-{shard}"
+
+
+def queue_stream_subjects(shard: int) -> str:
+    """What the stream of one shard binds to.
+
+    The shard is a token of the subject because a stream can only select by wildcards, not by ranges of a hash.
+    """
+    return f"{PREFIX}.req.{shard}.>"
+
+
+def tickets(model: ModelKey, sla_class: SlaClass, lane: Lane, *, shards: int) -> str:
+    """``req.<shard>.<model>.<class>.<lane>``"""
+    return f"{PREFIX}.req.{queue_shard(model, shards)}.{_token(model)}.{sla_class.value}.{lane.value}"
+
+
+def ticket_consumer(model: ModelKey, sla_class: SlaClass, lane: Lane) -> str:
+    """The durable consumer that all replicas of a model share for one class and lane."""
+    return f"{_token(model)}-{sla_class.value}-{lane.value}"
+
+
+def claim(ingress: IngressId) -> str:
+    """Where a gateway answers claims."""
+    return f"{PREFIX}.claim.{_token(ingress)}"
+
+
+def run(replica: ReplicaId) -> str:
+    """Where a replica answers offers."""
+    return f"{PREFIX}.run.{_token(replica)}"
+
+
+def out(ingress: IngressId) -> str:
+    """Where a gateway receives frames."""
+    return f"{PREFIX}.out.{_token(ingress)}"
+
+
+def back(replica: ReplicaId) -> str:
+    """Where a replica hears from gateways: ``Held``, ``Resend``, ``Cancel``."""
+    return f"{PREFIX}.back.{_token(replica)}"
+
+
+def infer(tenant: str) -> str:
+    """The NATS ingress of one tenant."""
+    return f"{PREFIX}.infer.{_token(tenant)}"
+
+
+def beat(worker: WorkerId) -> str:
+    """An agent's alive beat."""
+    return f"{PREFIX}.tel.beat.{_token(worker)}"
+
+
+def worker_telemetry(worker: WorkerId) -> str:
+    """An agent's snapshots."""
+    return f"{PREFIX}.tel.worker.{_token(worker)}"
+
+
+def ingress_telemetry(ingress: IngressId) -> str:
+    """A gateway's counts."""
+    return f"{PREFIX}.tel.ingress.{_token(ingress)}"
+
+
+def commands(worker: WorkerId) -> str:
+    """Where an agent takes commands."""
+    return f"{PREFIX}.cmd.{_token(worker)}"
+
+
+def worker_events(worker: WorkerId) -> str:
+    """Where an agent reports progress and outcomes of operations."""
+    return f"{PREFIX}.evt.worker.{_token(worker)}"
+
+
+def alert(severity: str, kind: str, scope: str) -> str:
+    """``alert.<severity>.<kind>.<scope>``"""
+    return f"{PREFIX}.alert.{_token(severity)}.{_token(kind)}.{_token(scope)}"
+
+
+def control(verb: str) -> str:
+    """Where the scheduler answers the CLI."""
+    return f"{PREFIX}.ctl.{_token(verb)}"
+
+
+def kv_index(model: ModelKey) -> str:
+    """Block segments stored, touched or dropped by the replicas of a model."""
+    return f"{PREFIX}.kv.{_token(model)}"
+
+
+def traffic(ingress: IngressId) -> str:
+    """Recorded request profiles."""
+    return f"{PREFIX}.traffic.{_token(ingress)}"

@@ -1,0 +1,85 @@
+"""The engine protocol: what a replica may ask of whatever generates tokens.
+
+Differences between engines are inputs to scheduling (``EngineInfo``), never flattened away. An engine is used from one event
+loop. Its own threads stay behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from subjects.ids import RequestId
+from subjects.messages import Delta, Endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine can do. A page is one KV block of ``block_size`` tokens."""
+
+    slots: int
+    """Requests that run at once."""
+    kv_pages: int
+    block_size: int
+    max_context_len: int
+    gives_token_ids: bool
+    continues: bool
+    """Whether a request can be continued after tokens that were already sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A granted request. The engine renders ``body`` (the client's JSON) with the model's own tokenizer and template."""
+
+    request: RequestId
+    attempt: int
+    endpoint: Endpoint
+    body: bytes
+    kv_pages_needed: int
+    prompt_token_ids: tuple[int, ...] = ()
+    sent_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Now."""
+
+    running: int
+    waiting: int
+    kv_pages_free: int
+
+
+class Engine(Protocol):
+    """One model in one replica."""
+
+    async def start(self) -> EngineInfo:
+        """Loads the weights and gets ready to generate.
+
+        Raises:
+            EngineError: with one line a person can act on.
+        """
+
+    async def warm(self, tokens: int) -> None:
+        """Generates ``tokens`` tokens and checks that the answer is sane; a replica is ready only after this.
+
+        Raises:
+            EngineError: the probe failed.
+        """
+
+    def add(self, request: EngineRequest) -> None:
+        """Takes a request; everything about it, refusals too, comes out of :meth:`steps`."""
+
+    def abort(self, request: RequestId, attempt: int) -> None:
+        """Stops a request within a second; nothing more comes out for it. Unknown ones are ignored."""
+
+    def steps(self) -> AsyncIterator[Sequence[Delta]]:
+        """The deltas of all requests, one item per engine step. Raises ``EngineError`` when the engine is dead."""
+
+    def load(self) -> EngineLoad:
+        """The engine's own counters, cheaply."""
+
+    async def stop(self) -> None:
+        """Ends it and frees its memory; calling again does nothing."""
