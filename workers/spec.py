@@ -1,0 +1,23 @@
+"""What a replica process is told at its start, by its agent, over its control socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+from subjects.ids import DeviceId, ReplicaId, WorkerId
+from subjects.messages import ModelRecord
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica: who it is, what it serves, where it finds the bus. ``nats_urls`` may hold credentials: never log it."""
+
+    replica: ReplicaId
+    worker: WorkerId
+    device: DeviceId
+    record: ModelRecord
+    nats_urls: tuple[str, ...]
+    queue_shards: int = 1
+    threads: int = 1
+    """CPU threads the engine may use."""
+    frame_window_ms: int = 0
+    """How long deltas may be gathered into one message; 0 sends one message per engine step."""
