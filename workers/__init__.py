@@ -1,1 +1,17 @@
-"""TODO contract."""
+"""Worker agents and replicas: the processes that hold models.
+
+Contract of this folder:
+
+- ``core/`` decides and does no IO; everything else here is a shell around it or an engine.
+- ``agent.py`` is one process per device group. It alone starts, watches and ends replica processes, charges devices, and
+  speaks for them on ``tel.*``, ``cmd.<worker>`` and ``evt.worker.<worker>``. It never imports an engine: beats come from a
+  process that runs no torch. What an agent says is loaded is the truth.
+- ``replica.py`` is one process per engine with one model. It pulls and serves requests without its agent's help, and exits
+  at once when its agent is gone.
+- ``control.py`` is all that an agent and a replica say to each other; ``spec.py`` is what a replica is told at its start.
+- ``template.py`` is the process that vLLM replicas are forked from; its death kills nobody.
+- ``devices.py`` finds devices and reads their memory. Sum of budgets <= capacity at every instant.
+- ``engines/`` holds the implementations of one small protocol; they are imported late, by replica processes only.
+
+Imports: ``kvcache``, ``profiles``, ``subjects``; never ``broker``.
+"""
