@@ -1,0 +1,252 @@
+"""The ``carpool`` command. Each command imports what it needs when it runs, so that ``carpool --help`` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class _Main(click.Group):
+    """Turns our own errors into one line on stderr and exit code 1 (2 for a wrong file or flag)."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from subjects.errors import CarpoolError, ConfigError
+
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            _fail(str(error), 2)
+        except CarpoolError as error:
+            _fail(str(error), 1)
+        except BrokenPipeError:
+            sys.exit(1)
+
+
+def _fail(text: str, code: int) -> NoReturn:
+    click.echo(f"carpool: {text}", err=True)
+    sys.exit(code)
+
+
+def _run(main: Coroutine[Any, Any, Any]) -> Any:
+    import uvloop
+
+    try:
+        return uvloop.run(main)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@click.group(cls=_Main, context_settings=_HELP)
+@click.version_option(package_name="carpool")
+def main() -> None:
+    """Carpool serves many language models from one shared pool of devices.
+
+    \b
+    Start here:
+      carpool demo                          three models share a device with room for two
+      carpool up                            a pool on this machine
+      carpool models fetch smollm2          get a small real model
+      carpool apply -f my-models.yaml       declare models
+      carpool get models                    what runs where
+    """
+
+
+_nats = click.option(
+    "--nats",
+    "nats_url",
+    envvar="CARPOOL_NATS",
+    default="",
+    help="Bus to join, nats://host:port. Default: $CARPOOL_NATS, else the pool that `carpool up` runs here.",
+)
+_pool_name = click.option("--name", "pool_name", default="default", show_default=True, help="Which pool of this machine.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
+
+
+def _bus_url(nats_url: str, pool_name: str = "default") -> str:
+    if nats_url:
+        return nats_url
+    from ops.paths import pool_state
+    from ops.supervisor import running_pool
+    from subjects.errors import ConfigError
+
+    endpoints = running_pool(pool_state(pool_name))
+    if endpoints is None:
+        raise ConfigError("--nats: no pool runs here under this name; run `carpool up`, or give --nats nats://host:4222")
+    return endpoints.nats_url
+
+
+# ------------------------------------------------------------------------------------------------------- running parts
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP endpoint.")
+@click.option("--port", default=8080, show_default=True, help="Port of the HTTP endpoint; 0 takes any free one.")
+@click.option("--nats", "nats_url", default="", help="Join this NATS server (JetStream on) and start none.")
+@click.option("--redis", "redis_url", default="", help="Join this Redis or Valkey server and start none.")
+@click.option("--nats-port", default=0, help="Port of the embedded NATS server; 0 (default) takes any free one.")
+@click.option("--redis-port", default=0, help="Port of the embedded Valkey; 0 (default) takes any free one.")
+@click.option("--device", "devices", multiple=True, help="A device to serve on, such as cpu:4GiB. May be repeated.")
+@click.option("-f", "files", multiple=True, type=click.Path(path_type=Path), help="Models to apply once it is up.")
+@click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
+@click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
+@click.option("--no-worker", is_flag=True, help="Start no worker agent here.")
+@_pool_name
+def up(
+    host: str,
+    port: int,
+    nats_url: str,
+    redis_url: str,
+    nats_port: int,
+    redis_port: int,
+    devices: tuple[str, ...],
+    files: tuple[Path, ...],
+    api_keys: Path | None,
+    allow_open: bool,
+    no_worker: bool,
+    pool_name: str,
+) -> None:
+    """Run a whole pool on this machine until Ctrl-C.
+
+    \b
+    carpool up
+    carpool up --device cpu:4GiB -f models.yaml
+    carpool up --nats nats://10.0.0.5:4222 --redis redis://10.0.0.5:6379/0
+    """
+    from ops.up import run_up
+
+    flags = [*(["--api-keys", str(api_keys)] if api_keys else []), *(["--allow-open"] if allow_open else [])]
+    sys.exit(
+        _run(
+            run_up(
+                pool_name=pool_name,
+                host=host,
+                http_port=port,
+                nats_url=nats_url,
+                nats_port=nats_port,
+                redis_url=redis_url,
+                redis_port=redis_port,
+                devices=devices,
+                files=files,
+                gateway_flags=tuple(flags),
+                worker=not no_worker,
+            )
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+@main.command()
+@click.option("-f", "files", multiple=True, required=True, type=click.Path(path_type=Path), help="ModelService YAML.")
+@click.option("--dry-run", is_flag=True, help="Check the files and print what would be applied.")
+@_nats
+@_pool_name
+def apply(files: tuple[Path, ...], dry_run: bool, nats_url: str, pool_name: str) -> None:
+    """Declare models: register them, so that the first request (or min_replicas) loads them.
+
+    \b
+    carpool apply -f models.yaml
+    carpool apply -f models.yaml --dry-run
+    """
+    from ops.models import apply_files
+
+    _run(apply_files(files, nats_url="" if dry_run else _bus_url(nats_url, pool_name)))
+
+
+@main.command()
+@click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline"]))
+@_json
+@_nats
+@_pool_name
+def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
+    """Show models, replicas, devices, queues, or the timeline of placement actions.
+
+    \b
+    carpool get models
+    carpool get timeline --json
+    """
+    from ops.models import show
+
+    _run(show(what, as_json=as_json, nats_url=_bus_url(nats_url, pool_name)))
+
+
+def _verb(name: str, done: str, help_text: str) -> None:
+    @main.command(name, help=f"{help_text}\n\n\b\ncarpool {name} smollm2")
+    @click.argument("model")
+    @_nats
+    @_pool_name
+    def command(model: str, nats_url: str, pool_name: str) -> None:
+        from ops.control import control
+
+        _run(control(_bus_url(nats_url, pool_name), name, {"model": model}))
+        click.echo(f"{model}: {done}")
+
+
+_verb("pin", "pinned", "Keep a model's replicas: nothing evicts them until `carpool unpin`.")
+_verb("unpin", "unpinned", "Let a pinned model be evicted again.")
+_verb("unload", "unloading", "Drain and unload a model's replicas; the next request loads it again.")
+_verb("delete", "deleted", "Forget a model: drain its replicas and refuse its name from now on.")
+
+
+@main.group()
+def models() -> None:
+    """Get or make models on this machine.
+
+    \b
+    carpool models fetch smollm2
+    carpool models make-tiny tiny-a
+    """
+
+
+@models.command()
+@click.argument("model", type=click.Choice(["smollm2"]))
+def fetch(model: str) -> None:
+    """Fetch a small real model and convert it once (SmolLM2-135M-Instruct, Apache-2.0, 93 MB)."""
+    from ops.models import fetch_model
+
+    click.echo(fetch_model(model))
+
+
+@models.command("make-tiny")
+@click.argument("name")
+@click.option("--seed", default=0, show_default=True, help="Another seed gives another model.")
+@click.option("--directory", type=click.Path(path_type=Path), help="Where to write it. Default: the model cache.")
+def make_tiny(name: str, seed: int, directory: Path | None) -> None:
+    """Make a tiny model with random weights: its answers are noise, it loads in a moment."""
+    from ops.models import make_tiny_model
+
+    click.echo(make_tiny_model(name, seed=seed, directory=directory))
+
+
+@main.command()
+def schema() -> None:
+    """Print the JSON Schema of ModelService files, for editors."""
+    import json
+
+    from profiles.service import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2))
+
+
+# ------------------------------------------------------------------------------------------------------------ evidence
+
+
+@main.command()
+@click.option("--keep", is_flag=True, help="Leave the pool running after the show, until Ctrl-C.")
+@_json
+def demo(keep: bool, as_json: bool) -> None:
+    """Three real engines share one CPU device with room for two: watch them make room for each other."""
+    from ops.demo import run_demo
+
+    sys.exit(_run(run_demo(keep=keep, as_json=as_json)))
+
+
+if __name__ == "__main__":
+    main()

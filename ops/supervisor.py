@@ -1,0 +1,378 @@
+"""The embedded set: nats-server, Valkey, gateway, scheduler and worker agent as child processes of one supervisor.
+
+The supervisor keeps each part running (bounded restarts, the same ports), ends them in an order that lets running requests
+finish, and ties every child to its own life: when it is killed, the kernel kills them (``ops.tether``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from subjects.errors import CarpoolError, ConfigError
+
+READY_S_MAX = 60.0
+"""How long the set may take until its endpoint answers and a device is known."""
+RESTARTS_MAX = 10
+RESTARTS_WINDOW_S = 60.0
+RESTART_DELAY_S_MAX = 5.0
+LOG_BYTES_MAX = 16 * 1024 * 1024
+"""A part's log starts afresh when it is found bigger than this at a start of the part."""
+STOP_S_MAX: dict[str, float] = {"gateway": 45.0, "scheduler": 10.0, "worker": 60.0, "valkey": 10.0, "nats": 10.0}
+"""After SIGTERM a part gets this long before SIGKILL."""
+_STOP_ORDER = ("gateway", "scheduler", "worker", "valkey", "nats")
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What to start, and where. A port of 0 means any free one; a URL means: join that server, start none."""
+
+    state_dir: Path
+    host: str = "127.0.0.1"
+    http_port: int = 0
+    nats_url: str = ""
+    nats_port: int = 0
+    redis_url: str = ""
+    redis_port: int = 0
+    devices: tuple[str, ...] = ()
+    gateway_flags: tuple[str, ...] = ()
+    worker_flags: tuple[str, ...] = ()
+    scheduler_flags: tuple[str, ...] = ()
+    worker: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a running pool; kept in its state directory while it runs."""
+
+    pid: int
+    http_url: str
+    nats_url: str
+    redis_url: str
+
+
+def free_port(host: str) -> int:
+    """A port that is free now. The caller binds it soon after; a thief in between shows as a clear bind error."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether ``port`` can be bound now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def running_pool(state_dir: Path) -> Endpoints | None:
+    """The endpoints of the pool that runs in ``state_dir``, or None when none runs there."""
+    try:
+        endpoints = msgspec.json.decode((state_dir / "endpoints.json").read_bytes(), type=Endpoints)
+        os.kill(endpoints.pid, 0)
+    except PermissionError:
+        return None
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return endpoints
+
+
+class _Part:
+    """One child process that is kept running."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.argv = list(argv)
+        self.log = log
+        self.environment = dict(environment)
+        self.process: asyncio.subprocess.Process | None = None
+        self.restarts: collections.deque[float] = collections.deque(maxlen=RESTARTS_MAX)
+        self.stopping = False
+
+    async def start(self) -> None:
+        if self.log.exists() and self.log.stat().st_size > LOG_BYTES_MAX:
+            self.log.unlink()
+        with self._open_log() as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "ops.tether",
+                str(os.getpid()),
+                "--",
+                *self.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+            )
+
+    def _open_log(self) -> IO[bytes]:
+        return self.log.open("ab")
+
+    def log_tail(self, lines_max: int = 12) -> str:
+        with contextlib.suppress(OSError), self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - 8192))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines_max:])
+        return ""
+
+    async def stop(self) -> None:
+        self.stopping = True
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S_MAX[self.name])
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+class Pool:
+    """The embedded set. ``async with Pool(options) as pool`` starts it, waits until it serves, and ends it at the exit."""
+
+    def __init__(self, options: PoolOptions, *, say: Callable[[str], None] = lambda _line: None) -> None:
+        self._options = options
+        self._say = say
+        self._parts: dict[str, _Part] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._lock: IO[bytes] | None = None
+        self._broken: asyncio.Future[str] | None = None
+        self.endpoints: Endpoints | None = None
+
+    async def __aenter__(self) -> Pool:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the gateway, without ``/v1``."""
+        assert self.endpoints is not None
+        return self.endpoints.http_url
+
+    @property
+    def nats_url(self) -> str:
+        """URL of the bus."""
+        assert self.endpoints is not None
+        return self.endpoints.nats_url
+
+    def pid(self, part: str) -> int:
+        """Process id of a part now (``gateway``, ``scheduler``, ``worker``, ``nats``, ``valkey``)."""
+        process = self._parts[part].process
+        assert process is not None
+        return process.pid
+
+    def log_path(self, part: str) -> Path:
+        """Where a part logs."""
+        return self._options.state_dir / "logs" / f"{part}.log"
+
+    async def start(self) -> None:
+        """Starts everything and returns when the endpoint answers.
+
+        Raises:
+            ConfigError: a given port is taken, or another pool runs in the same state directory.
+            CarpoolError: a part does not come up; the message ends with the tail of its log.
+        """
+        from ops.servers import nats_server_argv, valkey_server_argv
+
+        options = self._options
+        state = options.state_dir
+        (state / "logs").mkdir(parents=True, exist_ok=True)
+        state.chmod(0o700)
+        self._take_lock(state)
+        self._broken = asyncio.get_running_loop().create_future()
+        http_port = self._port("--port", options.http_port)
+        environment = {**os.environ, **options.environment, "PYTHONUNBUFFERED": "1"}
+
+        nats_url = options.nats_url
+        if not nats_url:
+            port = self._port("--nats-port", options.nats_port)
+            await self._run("nats", nats_server_argv(state / "nats", port=port, host="127.0.0.1"), environment)
+            nats_url = f"nats://127.0.0.1:{port}"
+            await self._until("nats", lambda: _listens("127.0.0.1", port))
+        redis_url = options.redis_url
+        if not redis_url:
+            port = self._port("--redis-port", options.redis_port)
+            await self._run("valkey", valkey_server_argv(state / "valkey", port=port, host="127.0.0.1"), environment)
+            redis_url = f"redis://127.0.0.1:{port}/0"
+
+        # Server addresses may hold credentials, so they travel in the environment and not in argument lists.
+        environment |= {"CARPOOL_NATS": nats_url, "CARPOOL_REDIS": redis_url}
+        carpool = [sys.executable, "-m", "ops.cli"]
+        await self._run("scheduler", [*carpool, "scheduler", "--state-dir", str(state), *options.scheduler_flags], environment)
+        if options.worker:
+            devices = [flag for device in options.devices for flag in ("--device", device)]
+            argv = [*carpool, "worker", "--state-dir", str(state), *devices, *options.worker_flags]
+            await self._run("worker", argv, environment)
+        gateway = [*carpool, "gateway", "--host", options.host, "--port", str(http_port), *options.gateway_flags]
+        await self._run("gateway", gateway, environment)
+
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self.endpoints = Endpoints(
+            pid=os.getpid(), http_url=f"http://{host}:{http_port}", nats_url=nats_url, redis_url=redis_url
+        )
+        await self._until_serving()
+        temporary = state / "endpoints.json.new"
+        temporary.touch(mode=0o600)
+        temporary.write_bytes(msgspec.json.encode(self.endpoints))
+        temporary.replace(state / "endpoints.json")
+
+    async def wait_broken(self) -> str:
+        """Returns the reason when a part could not be kept running."""
+        assert self._broken is not None
+        return await asyncio.shield(self._broken)
+
+    async def stop(self) -> None:
+        """Ends all parts in order; running requests finish within the gateway's bound. Calling again does nothing."""
+        for part in self._parts.values():
+            part.stopping = True
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers.clear()
+        for name in _STOP_ORDER:
+            if name in self._parts:
+                await self._parts[name].stop()
+        self._parts.clear()
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self._options.state_dir / "endpoints.json").unlink()
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self, state: Path) -> None:
+        lock = (state / "lock").open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise ConfigError(f"another pool runs in {state}: end it, or give this one another --name") from None
+        # The lock goes with the process, so a killed supervisor leaves none behind.
+        self._lock = lock
+
+    def _port(self, flag: str, wanted: int) -> int:
+        host = self._options.host if flag == "--port" else "127.0.0.1"
+        if not wanted:
+            return free_port(host)
+        if not port_is_free(host, wanted):
+            raise ConfigError(f"{flag} {wanted}: the port is taken on {host}; give another one, or 0 for any free port")
+        return wanted
+
+    async def _run(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
+        part = _Part(name, argv, self.log_path(name), environment)
+        self._parts[name] = part
+        await part.start()
+        self._watchers.append(asyncio.create_task(self._keep_running(part)))
+
+    async def _keep_running(self, part: _Part) -> None:
+        while True:
+            assert part.process is not None
+            code = await part.process.wait()
+            if part.stopping:
+                return
+            now_s = time.monotonic()
+            if len(part.restarts) == RESTARTS_MAX and now_s - part.restarts[0] < RESTARTS_WINDOW_S:
+                assert self._broken is not None
+                if not self._broken.done():
+                    self._broken.set_result(f"{part.name} ended {RESTARTS_MAX} times in a minute (last code {code})")
+                return
+            recent = sum(1 for at_s in part.restarts if now_s - at_s < RESTARTS_WINDOW_S)
+            part.restarts.append(now_s)
+            if self.endpoints is not None:
+                self._say(f"{part.name} ended with code {code}: starting it again")
+            await asyncio.sleep(min(RESTART_DELAY_S_MAX, 0.05 * 2**recent))
+            await part.start()
+
+    async def _until(self, part: str, ready: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + READY_S_MAX
+        while not ready():
+            self._check_alive(part)
+            if time.monotonic() > deadline_s:
+                raise CarpoolError(f"{part} is not ready after {READY_S_MAX:.0f} s; its log ends:\n{self._tail(part)}")
+            await asyncio.sleep(_POLL_S)
+
+    def _check_alive(self, part: str) -> None:
+        if len(self._parts[part].restarts) >= 3:
+            raise CarpoolError(f"{part} does not start; its log ends:\n{self._tail(part)}")
+
+    def _tail(self, part: str) -> str:
+        return self._parts[part].log_tail()
+
+    async def _until_serving(self) -> None:
+        import httpx
+
+        from ops.control import control
+
+        assert self.endpoints is not None
+        deadline_s = time.monotonic() + READY_S_MAX
+        missing = "the gateway's /ready"
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+            while time.monotonic() < deadline_s:
+                for part in self._parts:
+                    self._check_alive(part)
+                try:
+                    response = await client.get(f"{self.endpoints.http_url}/ready")
+                    if response.status_code == 200:
+                        missing = "a device from the worker agent"
+                        devices = await control(self.endpoints.nats_url, "get", {"what": "devices"}, timeout_s=2.0)
+                        if not self._options.worker or devices:
+                            return
+                except (httpx.HTTPError, CarpoolError):
+                    pass
+                await asyncio.sleep(_POLL_S)
+        tails = "\n".join(f"--- {name}\n{part.log_tail(4)}" for name, part in self._parts.items())
+        raise CarpoolError(f"not ready after {READY_S_MAX:.0f} s: waited for {missing}\n{tails}")
+
+
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((host, port)) == 0
+
+
+async def until_signal(pool: Pool) -> int:
+    """Waits for SIGINT or SIGTERM, or until a part cannot be kept running. Returns the exit code; more signals are harmless."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    broken = asyncio.create_task(pool.wait_broken())
+    await asyncio.wait({ended, broken}, return_when=asyncio.FIRST_COMPLETED)
+    if ended.done():
+        broken.cancel()
+        return 0
+    print(f"carpool: {broken.result()}", file=sys.stderr)
+    return 1
