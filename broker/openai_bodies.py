@@ -1,0 +1,276 @@
+"""Request bodies: what is checked before a request costs anything (ING-1, ING-9).
+
+The structs here only *validate* and give the profile its numbers. What the engine gets is the client's own bytes: fields
+that this file does not know pass through. Only fields by which a client could reach into the pool are taken out
+(``WITHHELD_FIELDS``). Of a key that is given twice the last one counts, as in every parser behind us.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from subjects.errors import ApiError
+from subjects.messages import Endpoint
+
+CHOICES_MAX = 16
+STOP_STRINGS_MAX = 16
+LOGIT_BIAS_ENTRIES_MAX = 1024
+MESSAGES_MAX = 4096
+TOOLS_MAX = 128
+TOKENS_MAX = 1 << 24
+WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params")
+"""``cache_salt`` decides whose cached prefixes a request may reuse, so the gateway sets it by tenant (PAINS O3);
+``request_id`` must be ours (J10); ``kv_transfer_params`` would let a client name hosts to fetch KV from."""
+
+_Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)] | None
+_TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None
+_Stop = Annotated[str, Meta(max_length=4096)]
+_TokenId = Annotated[int, Meta(ge=0, le=1 << 32)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """``response_format``: the engine checks the schema itself."""
+
+    type: Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message. Media may come as ``data:`` URLs only: the pool fetches nothing for a client (PAINS O5)."""
+
+    type: Annotated[str, Meta(min_length=1, max_length=64)]
+    text: str | None = None
+    image_url: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a chat."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ToolFunction(msgspec.Struct, frozen=True):
+    """The function of a tool."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """One tool a model may call."""
+
+    type: Annotated[str, Meta(min_length=1, max_length=64)]
+    function: ToolFunction | None = None
+
+
+class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that both routes share."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    max_tokens: _TokenCount = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=STOP_STRINGS_MAX)] | None = None
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=LOGIT_BIAS_ENTRIES_MAX)] | None
+    ) = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    response_format: ResponseFormat | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
+    cache_salt: Raw | UnsetType = UNSET
+    request_id: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+
+
+class ChatBody(CommonBody, frozen=True, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    max_completion_tokens: _TokenCount = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class CompletionBody(CommonBody, frozen=True, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str | _TokenId | list[_TokenId]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A checked request. ``raw`` is what the engine gets."""
+
+    endpoint: Endpoint
+    raw: bytes
+    fields: ChatBody | CompletionBody
+
+    @property
+    def model(self) -> str:
+        """The model's name as the client wrote it."""
+        return self.fields.model
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer is a stream of chunks."""
+        return bool(self.fields.stream)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk (PAINS J1)."""
+        options = self.fields.stream_options
+        return bool(self.fields.stream and options is not None and options.include_usage)
+
+    @property
+    def n(self) -> int:
+        """How many choices the client asked for."""
+        return self.fields.n or 1
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The client's own bound on output tokens."""
+        if isinstance(self.fields, ChatBody) and self.fields.max_completion_tokens is not None:
+            return self.fields.max_completion_tokens
+        return self.fields.max_tokens
+
+    @property
+    def tools(self) -> bool:
+        """Whether tools may be called."""
+        return isinstance(self.fields, ChatBody) and bool(self.fields.tools) and self.fields.tool_choice != "none"
+
+    @property
+    def structured(self) -> bool:
+        """Whether the output must follow a format."""
+        return self.fields.response_format is not None and self.fields.response_format.type != "text"
+
+
+_DECODERS: dict[Endpoint, msgspec.json.Decoder[Any]] = {
+    Endpoint.CHAT: msgspec.json.Decoder(ChatBody),
+    Endpoint.COMPLETIONS: msgspec.json.Decoder(CompletionBody),
+}
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
+
+
+def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
+    """The checked form of a client's JSON.
+
+    Raises:
+        ApiError: status 400 with ``param`` where one field is at fault.
+    """
+    try:
+        if not raw.isascii():
+            raw.decode("utf-8")  # msgspec skips over strings of unknown fields without looking at their encoding
+        fields = cast("ChatBody | CompletionBody", _DECODERS[endpoint].decode(raw))
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except RecursionError:
+        raise ApiError(400, "The JSON of the request body is nested too deeply.", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise ApiError(400, "The request body is not valid UTF-8.", code="invalid_json") from None
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
+        reason = str(error) if isinstance(error, msgspec.DecodeError) else "it cannot be read"
+        raise ApiError(400, f"We could not parse the JSON body of your request: {reason}.", code="invalid_json") from None
+    _check_combinations(fields)
+    if isinstance(fields, ChatBody):
+        _check_messages(fields.messages)
+    else:
+        _check_prompt(fields)
+    return ParsedBody(endpoint=endpoint, raw=_withhold(raw, fields), fields=fields)
+
+
+def _invalid_field(text: str) -> ApiError:
+    path = _PATH.search(text)
+    missing = _MISSING.search(text)
+    where = path["path"] if path else ""
+    if missing:
+        where = f"{where}.{missing['field']}" if where else missing["field"]
+        return ApiError(400, f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
+    reason = text[: path.start()] if path else text
+    if not where:
+        return ApiError(400, f"Invalid request body: {reason}.", code="invalid_type")
+    return ApiError(400, f"Invalid value for '{where}': {reason}.", param=where, code="invalid_value")
+
+
+def _refuse(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def _check_combinations(fields: ChatBody | CompletionBody) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise _refuse("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
+    for token in fields.logit_bias or ():
+        if not token.isascii() or not token.isdigit():
+            raise _refuse("logit_bias", "Invalid value for 'logit_bias': keys must be token ids.")
+    if isinstance(fields, ChatBody) and fields.top_logprobs is not None and not fields.logprobs:
+        raise _refuse("top_logprobs", "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.")
+    if isinstance(fields, ChatBody) and fields.tool_choice not in (None, "none", "auto") and not fields.tools:
+        raise _refuse("tool_choice", "The 'tool_choice' parameter is only allowed when 'tools' are given.")
+
+
+def _check_messages(messages: list[Message]) -> None:
+    for index, message in enumerate(messages):
+        if message.content is None and message.role not in ("assistant", "tool", "function"):
+            raise _refuse(f"messages[{index}].content", f"Missing 'content' in a message of role '{message.role[:32]}'.")
+        if not isinstance(message.content, list):
+            continue
+        for place, part in enumerate(message.content):
+            for kind in ("image_url", "audio_url", "video_url"):
+                link = getattr(part, kind)
+                if link is not None and not _is_data_url(link):
+                    param = f"messages[{index}].content[{place}].{kind}"
+                    raise _refuse(
+                        param, f"Only 'data:' URLs are accepted in '{kind}': this service fetches no remote media."
+                    )
+
+
+def _is_data_url(link: Any) -> bool:
+    url = link.get("url") if isinstance(link, dict) else link
+    return isinstance(url, str) and url[:5].lower() == "data:"
+
+
+def _check_prompt(fields: CompletionBody) -> None:
+    prompt = fields.prompt
+    if isinstance(prompt, str):
+        return
+    if not prompt:
+        raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
+    if all(isinstance(token, int) for token in prompt):
+        return
+    if len(prompt) > 1:
+        raise _refuse("prompt", "Only one prompt per request is served here: send several requests.")
+    if isinstance(prompt[0], list) and not prompt[0]:
+        raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
+
+
+def _withhold(raw: bytes, fields: CommonBody) -> bytes:
+    if all(getattr(fields, name) is UNSET for name in WITHHELD_FIELDS):
+        return raw
+    kept = msgspec.json.decode(raw, type=dict[str, Raw])
+    return msgspec.json.encode({name: value for name, value in kept.items() if name not in WITHHELD_FIELDS})
