@@ -1,0 +1,294 @@
+"""What the scheduler core hears, what it orders, and the numbers of its policy.
+
+Events are in the past tense, commands in the imperative. All durations are seconds; ``now_s`` inside the core is monotonic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.messages import (
+    Alert,
+    CommandReply,
+    IngressTelemetry,
+    ModelRecord,
+    PoolDigest,
+    WorkerCommand,
+    WorkerEvent,
+    WorkerSnapshot,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """The numbers of the first policy, each with its reason."""
+
+    suspect_s: float = 0.3
+    """A worker this long without a beat gets no new work."""
+    dead_s: float = 2.0
+    """A worker this long without a beat is dead, and so are its replicas, for ever."""
+    mass_silence_extra_s: float = 5.0
+    """How much longer the verdict waits when many workers fall silent together: then it is rather the network."""
+    mass_silence_share: float = 0.3
+    mass_silence_workers_min: int = 4
+    round_trip_gap_s_max: float = 1.0
+    """Silence is counted between two round trips on our own bus at most this far apart, and at no other time."""
+    ingress_silent_s: float = 2.0
+    """The demand of a gateway that is silent this long is forgotten."""
+    residency_s_min: float = 5.0
+    """How long a replica stays after it became ready, unless it is idle for ``idle_release_s``."""
+    idle_release_s: float = 2.0
+    """A model without demand for this long may leave at once: waiting out its residency would help nobody."""
+    minority_wait_s_max: float = 10.0
+    """While a waiting model has waited less than this, a busy resident keeps serving (same-model grouping)."""
+    drain_s: float = 30.0
+    """How long a drained replica may finish its requests; then they are given back and continue elsewhere."""
+    failing_victim_idle_s: float = 60.0
+    """A model whose last load failed may evict only what nobody has used for this long."""
+    backoff_s_min: float = 2.0
+    backoff_s_max: float = 60.0
+    """Doubling between these two bounds gives at most five attempts in the first minute."""
+    excuses_max: int = 3
+    """Loads that ended by no fault of the model (worker died, agent refused) before they count as its failure."""
+    excuse_pause_s: float = 1.0
+    load_s_max: float = 300.0
+    unload_s_max: float = 15.0
+    step_grace_s: float = 5.0
+    """How much longer than the agent's own bound a step may take before it counts as failed."""
+    answer_s_max: float = 1.0
+    """How long a command may go without an answer before it is sent again."""
+    sends_max: int = 4
+    """How often one command is sent without any answer before its step has failed."""
+    ask_again_s: float = 5.0
+    """An accepted operation without an end is asked for again this often: its event may have been lost."""
+    scale_out_wait_s: float = 2.0
+    """Waiting this long beside ready replicas asks for one more, in free room only."""
+    idle_unload_s: float | None = None
+    """Unload what was idle this long, even if nobody needs the room; None keeps it."""
+    worker_missing_s: float = 10.0
+    """Requests wait this long for a worker that could run them before they are refused."""
+    worker_forgotten_s: float = 60.0
+    """How long a dead worker's devices still count when we ask whether a model could ever fit."""
+    listen_s: float = 0.5
+    """A new leader listens this long before its first decision, and until each beating worker has reported,"""
+    listen_s_max: float = 6.0
+    """but no longer than this."""
+    digest_s: float = 1.0
+    tick_s: float = 0.1
+    timeline_entries_max: int = 200
+    dead_replicas_max: int = 1000
+
+
+# ---------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class BeatSeen:
+    """A worker is alive; ``epoch_seen`` is the highest epoch it has obeyed."""
+
+    worker: WorkerId
+    epoch_seen: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    """A worker's whole state arrived."""
+
+    snapshot: WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class IngressReported:
+    """A gateway's whole demand arrived: a model that it does not name has none there."""
+
+    telemetry: IngressTelemetry
+
+
+@dataclass(frozen=True, slots=True)
+class CommandAnswered:
+    """A worker answered a command at once."""
+
+    reply: CommandReply
+
+
+@dataclass(frozen=True, slots=True)
+class CommandUnanswered:
+    """No answer came in time, or nobody listens."""
+
+    operation: OperationId
+
+
+@dataclass(frozen=True, slots=True)
+class OperationSeen:
+    """A worker told of an operation's progress or end, or of a replica's death."""
+
+    event: WorkerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLoaded:
+    """The whole registry was read. Before this nothing is decided, or every loaded model would look like an orphan."""
+
+    records: tuple[ModelRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelApplied:
+    """A record was stored. It replaces the one of the same name and clears the model's failures."""
+
+    record: ModelRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRemoved:
+    """A record was deleted; what is loaded of it will be drained and unloaded."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPinned:
+    """A person pinned a model: it is never evicted. Wins over the record."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUnpinned:
+    """A person took a pin away. Wins over the record."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadRequested:
+    """A person wants a model out now; it comes back on the next demand."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DigestRestored:
+    """The last digest of an earlier leader: its dead stay dead, its timeline goes on."""
+
+    digest: PoolDigest
+
+
+@dataclass(frozen=True, slots=True)
+class LeadershipGained:
+    """This scheduler leads from now on, under ``epoch``."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeadershipLost:
+    """This scheduler leads no more; it goes on listening."""
+
+
+@dataclass(frozen=True, slots=True)
+class BusRoundTripMade:
+    """A ping to the bus came back just now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed. ``unix_s`` is the wall clock, used only to stamp what people read."""
+
+    unix_s: float
+
+
+SchedulerEvent = (
+    BeatSeen
+    | WorkerReported
+    | IngressReported
+    | CommandAnswered
+    | CommandUnanswered
+    | OperationSeen
+    | RegistryLoaded
+    | ModelApplied
+    | ModelRemoved
+    | ModelPinned
+    | ModelUnpinned
+    | UnloadRequested
+    | DigestRestored
+    | LeadershipGained
+    | LeadershipLost
+    | BusRoundTripMade
+    | Ticked
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommand:
+    """Send to a worker and report the answer, or its absence after ``timeout_s``."""
+
+    worker: WorkerId
+    command: WorkerCommand
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishDigest:
+    """Tell everybody the state of the pool."""
+
+    digest: PoolDigest
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseAlert:
+    """Publish an alert."""
+
+    alert: Alert
+
+
+@dataclass(frozen=True, slots=True)
+class Resign:
+    """A worker has obeyed a higher epoch: somebody else leads. Give the lease up."""
+
+    reason: str
+
+
+SchedulerCommand = SendCommand | PublishDigest | RaiseAlert | Resign
+
+
+# ------------------------------------------------------------------------------------------------------------- decisions
+
+
+class Victory(Enum):
+    """How a model got its room."""
+
+    FREE_ROOM = "free room"
+    IDLE_LEFT = "idle models leave"
+    BUSY_DRAINED = "busy models are drained"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model goes and who leaves for it (empty in free room)."""
+
+    model_hash: ModelHash
+    worker: WorkerId
+    device: DeviceId
+    victims: tuple[ReplicaId, ...]
+    victory: Victory
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlacement:
+    """Why a model cannot be placed now. ``permanent``: no device that we know could ever hold it.
+
+    ``refuse`` tells whether its clients should be told now rather than wait. ``wait_s`` is when to look again at the latest.
+    """
+
+    reason: str
+    refuse: bool = False
+    permanent: bool = False
+    retry_after_s: int = 5
+    facts: dict[str, str] = field(default_factory=dict)
