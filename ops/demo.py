@@ -1,0 +1,261 @@
+"""``carpool demo``: real engines share one CPU device that has room for two of three models.
+
+A SmolLM2 and two tiny models with random weights are served through the ``openai`` SDK by an embedded pool of its own (free
+ports, temporary state), so that it can run beside anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ops.control import control
+from ops.models import print_table, records_of, size
+from ops.supervisor import Pool, PoolOptions, until_signal
+from subjects.errors import CarpoolError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+REAL = "smollm2"
+TINY_A = "tiny-a"
+TINY_B = "tiny-b"
+QUESTION = "What is a carpool lane? Answer in one sentence."
+_REQUEST_S_MAX = 120.0
+
+
+@dataclass
+class Outcome:
+    """What one request saw."""
+
+    label: str
+    model: str
+    wait_s: float
+    wake_s: float
+    ttft_s: float
+    tokens: int
+    tokens_per_s: float
+    text: str
+
+    def row(self) -> dict[str, Any]:
+        """A line of the closing table."""
+        return {
+            "request": self.label,
+            "model": self.model,
+            "queue wait s": round(self.wait_s, 2),
+            "wake s": round(self.wake_s, 2) if self.wake_s else None,
+            "first token s": round(self.ttft_s, 2),
+            "tokens": self.tokens,
+            "tokens/s": round(self.tokens_per_s, 1),
+        }
+
+
+class _Stage:
+    """Prints a line with the time since the start of the show."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self.started_s = time.monotonic()
+
+    def say(self, line: str) -> None:
+        if not self._quiet:
+            print(f"[{time.monotonic() - self.started_s:5.1f} s] {line}", flush=True)
+
+
+def demo_services(directory: Path) -> tuple[list[Path], int]:
+    """The three services and the budget of the device: room for any two of the models, never for all three.
+
+    The tiny models get a budget as large as the real one's by their KV, so that the choice of victims is a real one.
+    """
+    from profiles.smollm2 import fetch_smollm2
+    from profiles.tiny import make_tiny
+
+    smollm2 = fetch_smollm2(say=lambda line: print(line, flush=True))
+    paths: list[Path] = []
+    sources = {REAL: smollm2, TINY_A: make_tiny(TINY_A, None, seed=1), TINY_B: make_tiny(TINY_B, None, seed=2)}
+    for name, source in sources.items():
+        path = directory / f"{name}.yaml"
+        quality = 3 if name == REAL else 1
+        path.write_text(
+            "apiVersion: llm.serving/v1\n"
+            "kind: ModelService\n"
+            f"metadata: {{name: {name}}}\n"
+            "spec:\n"
+            f"  model: {{source: {msgspec.json.encode(str(source)).decode()}}}\n"
+            f"  strategy: {{quality_tier: {quality}}}\n"
+            "  engine: {type: vllm, max_num_seqs: 4, max_context_len: 1024}\n"
+        )
+        paths.append(path)
+    budgets = sorted(record.budget_bytes for record in records_of(paths))
+    return paths, (budgets[1] + budgets[2] + sum(budgets)) // 2
+
+
+async def run_demo(*, keep: bool, as_json: bool) -> int:
+    """Runs the show; returns 0 when every step of it happened."""
+    stage = _Stage(quiet=as_json)
+    with tempfile.TemporaryDirectory(prefix="carpool-demo-", ignore_cleanup_errors=True) as temporary:
+        directory = Path(temporary)
+        stage.say("models: one real (SmolLM2-135M-Instruct) and two tiny ones with random weights")
+        paths, capacity = await asyncio.to_thread(demo_services, directory)
+        stage.started_s = time.monotonic()
+        options = PoolOptions(state_dir=directory / "state", devices=(f"cpu:{capacity}",))
+        stage.say(f"starting NATS, Valkey, scheduler, gateway and a worker with one CPU device of {size(capacity)}")
+        async with Pool(options, say=stage.say) as pool:
+            records = records_of(paths)
+            await control(pool.nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]})
+            for record in records:
+                note = " (random weights)" if record.random_weights else ""
+                stage.say(f"applied {record.name}{note}: needs {size(record.budget_bytes)}")
+            stage.say(f"OpenAI endpoint: {pool.http_url}/v1")
+            outcomes = await _show(pool, stage)
+            timeline = await control(pool.nats_url, "get", {"what": "timeline"})
+            checks = _checks(outcomes, timeline)
+            _report(outcomes, timeline, checks, as_json=as_json)
+            if keep:
+                stage.say(f"still serving {pool.http_url}/v1 with {REAL}, {TINY_A}, {TINY_B}; Ctrl-C ends it")
+                await until_signal(pool)
+    return 0 if all(checks.values()) else 1
+
+
+async def _show(pool: Pool, stage: _Stage) -> list[Outcome]:
+    from openai import AsyncOpenAI
+
+    outcomes: list[Outcome] = []
+    async with AsyncOpenAI(
+        base_url=f"{pool.http_url}/v1", api_key="none", max_retries=0, timeout=_REQUEST_S_MAX
+    ) as client:
+        stage.say(f"asking {REAL}, which is not loaded: {QUESTION}")
+        outcomes.append(await _ask(client, pool, "a question", REAL, QUESTION, 48))
+        stage.say(f"{REAL}: {outcomes[-1].text.strip()}")
+
+        stage.say(f"asking {TINY_A}: it fits beside {REAL}")
+        outcomes.append(await _ask(client, pool, "first of tiny-a", TINY_A, "Say something.", 16))
+
+        stage.say(f"a long stream from {REAL}; meanwhile {TINY_B} asks for room that is not there")
+        stream = asyncio.create_task(_ask(client, pool, "long stream", REAL, "Write a short story about a bus.", 160))
+        await asyncio.sleep(0.5)
+        newcomer = asyncio.create_task(_ask(client, pool, "newcomer", TINY_B, "Say something.", 16))
+        outcomes += [await newcomer, await stream]
+        stage.say(f"{TINY_B} was served, and the stream of {REAL} ended whole with {outcomes[-1].tokens} tokens")
+
+        stage.say(f"asking {TINY_A} again: it was evicted and comes back")
+        outcomes.append(await _ask(client, pool, "back again", TINY_A, "Say something else.", 16))
+
+        stage.say('model "auto": the pool chooses')
+        outcomes.append(await _ask(client, pool, "auto", "auto", "What is a bus? One sentence.", 32))
+        stage.say(f"auto chose {outcomes[-1].model}: {outcomes[-1].text.strip()}")
+    stage.say("the same over NATS with the SDK")
+    outcomes.append(await _ask_over_nats(pool))
+    return outcomes
+
+
+async def _ask(client: AsyncOpenAI, pool: Pool, label: str, model: str, prompt: str, tokens: int) -> Outcome:
+    started_s = time.monotonic()
+    first_s = last_s = 0.0
+    text: list[str] = []
+    usage_tokens = 0
+    raw = await client.chat.completions.with_raw_response.create(
+        model=model,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    served = raw.headers.get("x-carpool-model", model)
+    wait_s = float(raw.headers.get("x-carpool-queue-wait-ms", 0)) / 1000
+    stream: AsyncIterator[Any] = raw.parse()
+    finished = False
+    async for chunk in stream:
+        served = chunk.model if chunk.model != "auto" else served
+        if chunk.usage is not None:
+            usage_tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            finished = finished or choice.finish_reason is not None
+            if choice.delta.content:
+                last_s = time.monotonic()
+                first_s = first_s or last_s
+                text.append(choice.delta.content)
+    if not finished:
+        raise CarpoolError(f"{label}: the stream of {model} ended without a finish reason")
+    wake_s, queue_s = await _wake(pool, served, started_s)
+    first_s = first_s or time.monotonic()
+    decode_s = max(last_s - first_s, 1e-9)
+    return Outcome(
+        label=label,
+        model=served,
+        wait_s=wait_s or queue_s,
+        wake_s=wake_s,
+        ttft_s=first_s - started_s,
+        tokens=usage_tokens,
+        tokens_per_s=(usage_tokens - 1) / decode_s if usage_tokens > 1 else 0.0,
+        text="".join(text),
+    )
+
+
+async def _wake(pool: Pool, model: str, started_s: float) -> tuple[float, float]:
+    """Seconds that loading ``model`` took if it was loaded after ``started_s``, for the table."""
+    timeline: Sequence[dict[str, Any]] = await control(pool.nats_url, "get", {"what": "timeline"}) or []
+    since_unix_s = time.time() - (time.monotonic() - started_s)
+    for entry in reversed(timeline):
+        if entry["model"] == model and entry["action"] == "load" and entry["at_unix_s"] >= since_unix_s - 0.5:
+            return float(entry["took_s"]), 0.0
+    return 0.0, 0.0
+
+
+async def _ask_over_nats(pool: Pool) -> Outcome:
+    from subjects.client import AsyncCrossModelScheduler
+
+    started_s = time.monotonic()
+    async with AsyncCrossModelScheduler(pool.nats_url) as scheduler:
+        result = await scheduler.infer("Name one colour.", max_tokens=12, model=REAL)
+    took_s = time.monotonic() - started_s
+    tokens = result.usage.completion_tokens if result.usage else 0
+    return Outcome("over NATS", result.model, 0.0, 0.0, took_s, tokens, tokens / took_s, result.text)
+
+
+def _checks(outcomes: Sequence[Outcome], timeline: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    by_label = {outcome.label: outcome for outcome in outcomes}
+    actions = [(entry["action"], entry["model"]) for entry in timeline if entry.get("outcome") in ("", "done", "ok")]
+    return {
+        "every request was answered": all(outcome.tokens > 0 for outcome in outcomes),
+        "the stream was not cut": by_label["long stream"].tokens > 0 and bool(by_label["long stream"].text),
+        "a model made room": any(action in ("evict", "unload") for action, _ in actions),
+        "an evicted model came back": actions.count(("load", TINY_A)) >= 2 or actions.count(("load", REAL)) >= 2,
+    }
+
+
+def _report(
+    outcomes: Sequence[Outcome], timeline: Sequence[dict[str, Any]], checks: dict[str, bool], *, as_json: bool
+) -> None:
+    if as_json:
+        rows = [outcome.row() | {"text": outcome.text} for outcome in outcomes]
+        print(msgspec.json.encode({"requests": rows, "timeline": timeline, "checks": checks}).decode())
+        return
+    print()
+    print_table([outcome.row() for outcome in outcomes], title="requests")
+    print()
+    start_unix_s = float(timeline[0]["at_unix_s"]) if timeline else 0.0
+    rows = [
+        {
+            "at s": round(float(entry["at_unix_s"]) - start_unix_s, 1),
+            "action": entry["action"],
+            "model": entry["model"],
+            "took s": round(float(entry["took_s"]), 1),
+            "outcome": entry["outcome"],
+            "reason": entry["reason"],
+        }
+        for entry in timeline
+    ]
+    if rows:
+        print_table(rows, title="timeline of the device")
+    print()
+    for check, held in checks.items():
+        print(f"{'ok  ' if held else 'FAIL'} {check}")

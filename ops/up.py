@@ -1,0 +1,60 @@
+"""``carpool up``: the embedded set in the foreground."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ops.models import apply_files, records_of
+from ops.paths import pool_state
+from ops.supervisor import Pool, PoolOptions, until_signal
+
+DEFAULT_PORT = 8080
+
+
+async def run_up(
+    *,
+    pool_name: str,
+    host: str,
+    http_port: int,
+    nats_url: str,
+    nats_port: int,
+    redis_url: str,
+    redis_port: int,
+    devices: Sequence[str],
+    files: Sequence[Path],
+    gateway_flags: tuple[str, ...],
+    worker: bool,
+) -> int:
+    """Starts the set, prints its endpoints, applies ``files`` and waits for a signal. Returns the exit code."""
+    records_of(files)  # A wrong file is told before anything starts.
+    options = PoolOptions(
+        state_dir=pool_state(pool_name),
+        host=host,
+        http_port=http_port,
+        nats_url=nats_url,
+        nats_port=nats_port,
+        redis_url=redis_url,
+        redis_port=redis_port,
+        devices=tuple(devices),
+        gateway_flags=gateway_flags,
+        worker=worker,
+    )
+    print("carpool: starting", flush=True)
+    async with Pool(options, say=lambda line: print(f"carpool: {line}", flush=True)) as pool:
+        assert pool.endpoints is not None
+        print(f"  OpenAI endpoint  {pool.http_url}/v1")
+        print(f"  NATS             {_without_secret(pool.endpoints.nats_url)}")
+        print(f"  Redis            {_without_secret(pool.endpoints.redis_url)}")
+        print(f"  logs             {options.state_dir / 'logs'}", flush=True)
+        if files:
+            await apply_files(files, nats_url=pool.nats_url)
+        print("carpool: ready (Ctrl-C ends it; running requests finish first)", flush=True)
+        code = await until_signal(pool)
+        print("carpool: ending", flush=True)
+    return code
+
+
+def _without_secret(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
