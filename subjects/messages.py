@@ -71,6 +71,14 @@ class EngineType(Enum):
     SIMULATED = "simulated"
 
 
+class Mode(Enum):
+    """How far the scheduler may go with a model by itself (SCH-11)."""
+
+    OBSERVE = "observe"
+    ADVISE = "advise"
+    ACT = "act"
+
+
 class DeviceKind(Enum):
     """What a device is."""
 
@@ -366,6 +374,17 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     queue_requests_max: int = 512
     random_weights: bool = False
     """Made by ``carpool models make-tiny``: answers are noise, on purpose."""
+    model_id: str = ""
+    """The model's own id; for ``openai_http`` the name that the server knows it by."""
+    tokenizer_source: str = ""
+    """A directory with the tokenizer's files; empty where the model brings none (ING-6)."""
+    tokenizer_hash: str = ""
+    mode: Mode = Mode.ACT
+    supported_dtypes: tuple[str, ...] = ()
+    gpu_memory_utilization: float = 0.92
+    baseline_memory_gb: float | None = None
+    compute_efficiency: float | None = None
+    latency_sensitivity: float | None = None
     engine_options: dict[str, str | int | float | bool] = {}
 
 

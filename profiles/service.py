@@ -1,0 +1,422 @@
+"""``ModelService`` YAML: reading, checking, JSON Schema (PRO-1).
+
+A file may hold several documents. Anything wrong is one ``ConfigError`` of one line: file, document, field, what is wrong,
+and the remedy. Unknown fields, duplicate keys and YAML aliases are refused: each of them hides a mistake sooner or later.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+import yaml
+
+from subjects.errors import ConfigError
+from subjects.messages import EngineType, Mode, Sla, SlaClass
+
+API_VERSION = "llm.serving/v1"
+KIND = "ModelService"
+FILE_BYTES_MAX = 1 << 20
+DOCUMENTS_MAX = 256
+_DEPTH_MAX = 32
+
+NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,46}[A-Za-z0-9])?$"
+"""What clients write in ``model``; also a key of the registry."""
+ALIAS_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._/:-]{0,126}[A-Za-z0-9])?$"
+RESERVED_NAMES = frozenset({"auto"})
+"""``auto`` asks the broker to choose a model (ING-5)."""
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
+LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+Alias = Annotated[str, msgspec.Meta(pattern=ALIAS_PATTERN)]
+Tag = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,62}$")]
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who the model is for clients."""
+
+    name: Name
+    aliases: Annotated[tuple[Alias, ...], msgspec.Meta(max_length=32)] = ()
+
+
+class SlaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Targets; times in milliseconds."""
+
+    p95_latency_ms: PositiveInt | None = None
+    ttft_p95_ms: PositiveInt = 2000
+    tpot_ms: PositiveInt = 100
+    min_throughput_qps: NotNegative = 0.0
+    max_error_rate: Share = 0.05
+
+    def as_message(self) -> Sla:
+        """The form that the registry carries."""
+        return Sla(**msgspec.structs.asdict(self))
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the owner knows of the model's needs. All optional: what is absent is computed from the files or measured."""
+
+    baseline_memory_gb: Positive | None = None
+    compute_efficiency: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    latency_sensitivity: Share | None = None
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the pool may treat the model."""
+
+    supported_dtypes: Annotated[tuple[Dtype, ...], msgspec.Meta(max_length=8)] = ()
+    allow_co_location: bool = True
+    min_replicas: Count = 0
+    max_replicas: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    sla_class: SlaClass = msgspec.field(default=SlaClass.SILVER, name="class")
+    tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=64)] = ()
+    quality_tier: Annotated[int, msgspec.Meta(ge=1, le=10)] = 1
+    cost_weight: Positive = 1.0
+    fallback: Name | None = None
+    mode: Mode = Mode.ACT
+    pinned: bool = False
+    max_wait_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
+    queue_requests_max: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 512
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the model is run. ``kv_cache_bytes`` is a number of bytes or a size such as ``64MiB``; absent: computed."""
+
+    type: EngineType = EngineType.VLLM
+    max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 8
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.92
+    block_size: Annotated[int, msgspec.Meta(ge=16, le=256, multiple_of=16)] = 32
+    max_context_len: Annotated[int, msgspec.Meta(ge=16, le=2**31 - 1)] | None = None
+    max_output_tokens_default: PositiveInt = 256
+    warmup_tokens: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 4
+    kv_cache_bytes: PositiveInt | Text | None = None
+    dtype: LoadDtype = "auto"
+    options: dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}$")], str | int | float | bool] = {}
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``source`` is a directory (relative to this file), ``builtin:<model>``, or the base URL of a server.
+
+    ``model`` is the model's own id, for ``openai_http`` the name that the server knows it by; absent: ``metadata.name``.
+    ``tokenizer`` is a directory with tokenizer files, for engines that do not bring them.
+    """
+
+    model: Text | None = None
+    source: Text | None = None
+    tokenizer: Text | None = None
+    version: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = "1"
+    sla: SlaSpec = SlaSpec()
+    resources: Resources = Resources()
+    strategy: Strategy = Strategy()
+    engine: EngineSpec = EngineSpec()
+
+
+class ModelService(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model as its owner describes it."""
+
+    api_version: Literal["llm.serving/v1"] = msgspec.field(name="apiVersion")
+    kind: Literal["ModelService"]
+    metadata: Metadata
+    spec: Spec = Spec()
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def load_services(path: Path) -> list[ModelService]:
+    """All services of one YAML file, in order.
+
+    Raises:
+        ConfigError: one line: file, document, field, what is wrong, remedy.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{_plain(path)}: no such file; check the path after -f") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{_plain(path)}: is a directory; name one YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"{_plain(path)}: cannot be read ({error.strerror}); check its permissions") from None
+    return parse_services(data, str(path))
+
+
+def parse_services(data: bytes, file: str = "<input>") -> list[ModelService]:
+    """Like :func:`load_services`, for bytes already read. ``file`` names their origin in errors."""
+    place = _plain(file)
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{place}: larger than {FILE_BYTES_MAX} bytes; split it into several files")
+    services: list[ModelService] = []
+    first_places: dict[str, str] = {}
+    documents = 0
+    for documents, document in enumerate(_documents(data, place), start=1):
+        if documents > DOCUMENTS_MAX:
+            raise ConfigError(f"{place}: more than {DOCUMENTS_MAX} documents; split it into several files")
+        if document is None:
+            continue  # an empty part between two '---' lines
+        at = f"{place}: document {documents}"
+        service = _service(document, at)
+        for name in (service.metadata.name, *service.metadata.aliases):
+            if name in first_places:
+                raise ConfigError(f"{at}: metadata: the name {name!r} is already used in {first_places[name]}; rename one")
+            first_places[name] = f"document {documents}"
+        services.append(service)
+    if not services:
+        raise ConfigError(f"{place}: no document found; start with 'apiVersion: {API_VERSION}' and 'kind: {KIND}'")
+    return services
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of one document, generated from the structs, for editors."""
+    schema = msgspec.json.schema(ModelService)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KIND, **schema}
+
+
+# --------------------------------------------------------------------------------------------------------------- sizes
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{infix}B": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for infix, base in (("i", 1024), ("", 1000))
+}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from ``64MiB``, ``1.5 GB`` or a plain number; at least 1.
+
+    Raises:
+        ValueError: not a size; the message has the remedy.
+    """
+    if isinstance(text, int):
+        number, unit = str(text), ""
+    else:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{_short(text)} is not a size; write a number with a unit, such as 64MiB or 2GB")
+        number, unit = match.groups()
+    if unit not in _UNITS:
+        raise ValueError(f"unknown unit {_short(unit)}; use one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB")
+    size_bytes = int(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS[unit]
+    if not 1 <= size_bytes < 2**53:
+        raise ValueError("the size must be at least 1 byte and below 8 PiB; write for example 64MiB")
+    return size_bytes
+
+
+# ------------------------------------------------------------------------------------------------------------ the parts
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader without aliases and without duplicate keys."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"alias '*{event.anchor}' is not accepted; write the value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key_node, _ in getattr(node, "value", ()):
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {_short(key)} is not text; put it in quotes", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {_short(key)}; remove one of the two", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _documents(data: bytes, place: str) -> Iterable[Any]:
+    try:
+        loader = _Loader(data)
+        try:
+            while loader.check_data():  # type: ignore[no-untyped-call]
+                yield loader.get_data()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = error.problem or error.context or "not YAML"
+        remedy = "" if ";" in problem else f"; {_syntax_remedy(problem)}"
+        raise ConfigError(f"{place}{where}: {_plain(problem)}{remedy}") from None
+    except (yaml.YAMLError, UnicodeError):
+        raise ConfigError(f"{place}: not YAML text in UTF-8; save the file as plain UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError(f"{place}: nested too deeply; a {KIND} has at most 4 levels") from None
+    except (ValueError, OverflowError) as error:  # for example the date 2024-13-45, or a number of 5,000 digits
+        raise ConfigError(f"{place}: a value cannot be read ({_plain(error)}); put it in quotes if it is text") from None
+
+
+def _syntax_remedy(problem: str) -> str:
+    if "\\t" in problem or "\t" in problem:
+        return "indent with spaces, not tabs"
+    if "mapping values are not allowed" in problem:
+        return "check the indentation, and put text that holds ': ' in quotes"
+    return "check the indentation and the quotes of this line"
+
+
+def _service(document: Any, at: str) -> ModelService:
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{at}: expected fields such as 'apiVersion:', got {_kind(document)}; see ops/examples for a start"
+        )
+    _check_values(document, "", at, 0)
+    # These two come first: of a file of another kind or version every field would be wrong.
+    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if document.get(field) != wanted:
+            got = f"got {_short(document[field])}" if field in document else "it is missing"
+            raise ConfigError(f"{at}: {field}: {got}; write '{field}: {wanted}'")
+    try:
+        service = msgspec.convert(document, ModelService, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{at}: {_explain(str(error), document)}") from None
+    return _checked(service, at)
+
+
+def _check_values(value: Any, field: str, at: str, depth: int) -> None:
+    if depth > _DEPTH_MAX:
+        raise ConfigError(f"{at}: {field[:80]}...: nested too deeply; a {KIND} has at most 4 levels")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(item, f"{field}.{_plain(key)}" if field else _plain(key), at, depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_values(item, f"{field}[{index}]", at, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{at}: {field}: {value} is not a number one can use; write a finite number")
+    elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
+        raise ConfigError(f"{at}: {field}: the number has over 63 bits; write a smaller one")
+    elif not isinstance(value, str | int | float | bool | None):
+        raise ConfigError(f"{at}: {field}: YAML reads this as {_kind(value)}; put it in quotes if it is text")
+
+
+def _checked(service: ModelService, at: str) -> ModelService:
+    """The rules that span fields."""
+    name, spec = service.metadata.name, service.spec
+    engine, strategy = spec.engine, spec.strategy
+
+    def wrong(field: str, text: str) -> ConfigError:
+        return ConfigError(f"{at}: {field}: {text}")
+
+    for field, names in (("metadata.name", (name,)), ("metadata.aliases", service.metadata.aliases)):
+        for one in names:
+            if one.lower() in RESERVED_NAMES:
+                raise wrong(field, f"{one!r} is reserved (it lets the broker choose); choose another name")
+    if strategy.min_replicas > strategy.max_replicas:
+        raise wrong(
+            "spec.strategy.min_replicas",
+            f"{strategy.min_replicas} is above max_replicas {strategy.max_replicas}; lower it or raise max_replicas",
+        )
+    if strategy.fallback in (name, *service.metadata.aliases):
+        raise wrong("spec.strategy.fallback", "names the model itself; name another model or remove the field")
+    if engine.kv_cache_bytes is not None:
+        try:
+            parse_size(engine.kv_cache_bytes)
+        except ValueError as error:
+            raise wrong("spec.engine.kv_cache_bytes", _plain(error)) from None
+    for option in engine.options:
+        if option in ("api_key", "token", "password", "authorization"):
+            raise wrong(
+                f"spec.engine.options.{option}",
+                "secrets do not belong into this file; put the key into an environment variable and name it in api_key_env",
+            )
+    if engine.type is EngineType.OPENAI_HTTP:
+        if spec.source is None or re.match(r"https?://[^/\s]", spec.source) is None:
+            raise wrong("spec.source", "must be the server's base URL for openai_http, such as http://127.0.0.1:8080/v1")
+        if re.match(r"https?://[^/]*@", spec.source):
+            raise wrong("spec.source", "holds a user or password; put the key into a variable named in options.api_key_env")
+        if engine.max_context_len is None:
+            raise wrong(
+                "spec.engine.max_context_len", "is needed for openai_http; write the longest context the server takes"
+            )
+    elif engine.type is EngineType.VLLM:
+        if spec.source is None:
+            raise wrong("spec.source", "is missing; name the model's directory or builtin:smollm2-135m-instruct")
+        if "://" in spec.source:
+            raise wrong("spec.source", "is a URL; download the model and name its directory")
+    return service
+
+
+_MESSAGE = re.compile(r"(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?", re.DOTALL)
+_ALLOWED: dict[str, str] = {
+    "strategy.class": ", ".join(item.value for item in SlaClass),
+    "strategy.mode": ", ".join(item.value for item in Mode),
+    "engine.type": ", ".join(item.value for item in EngineType),
+    "engine.dtype": ", ".join(get_args(LoadDtype)),
+    "supported_dtypes[...]": ", ".join(get_args(Dtype)),
+}
+
+
+def _explain(text: str, document: dict[str, Any]) -> str:
+    """msgspec's message as ``field: what; remedy``."""
+    match = _MESSAGE.fullmatch(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    field = path.removeprefix("key in ").removeprefix("$").removeprefix(".")
+    prefix = f"{field}: " if field else ""
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL):
+        key = unknown[1]
+        known = _known_fields(field)
+        near = difflib.get_close_matches(key, known, n=1)
+        remedy = f"did you mean '{near[0]}'?" if near else f"known fields here: {', '.join(known)}"
+        return f"{prefix}unknown field {_short(key)}; {remedy}"
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
+        return f"{prefix}{missing[1]}: is missing; add the line '{missing[1]}: ...'"
+    what = what[:1].lower() + what[1:]
+    for suffix, allowed in _ALLOWED.items():
+        if field.endswith(suffix):
+            return f"{prefix}{_plain(what)}; use one of: {allowed}"
+    if "matching regex" in what:
+        what = "not a valid name"
+        remedy = "use up to 48 letters, digits, '.', '_' or '-', with a letter or digit first and last"
+    elif "expected `str" in what and re.search(r"got `(int|float|bool|null)`", what):
+        remedy = "put the value in quotes"
+    elif "got `null`" in what:
+        remedy = "give it a value or remove the line"
+    elif "got `str`" in what:
+        remedy = "write the value without quotes and without a unit"
+    else:
+        remedy = "correct the value"
+    return f"{prefix}{_plain(what)}; {remedy}"
+
+
+def _known_fields(field: str) -> list[str]:
+    kind: Any = ModelService
+    for part in filter(None, field.split(".")):
+        kind = {info.encode_name: info.type for info in msgspec.structs.fields(kind)}[part]
+    return [info.encode_name for info in msgspec.structs.fields(kind)]
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "a mapping", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
+    return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def _plain(value: object) -> str:
+    """One printable line: what a user wrote must not break the line or drive a terminal."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
+
+
+def _short(value: object) -> str:
+    text = _plain(repr(value) if isinstance(value, str) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
