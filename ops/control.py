@@ -27,7 +27,7 @@ async def control(nats_url: str, verb: str, argument: object, *, timeout_s: floa
         try:
             answer = await bus.request(names.control(verb), payload, timeout_s=timeout_s)
         except NoResponders:
-            raise CarpoolError("no scheduler answers on this bus: start one with `carpool scheduler` or `carpool up`") from None
+            raise CarpoolError("no scheduler answers on this bus: run `carpool scheduler` or `carpool up`") from None
         except RequestTimeout:
             raise CarpoolError(f"the scheduler did not answer `{verb}` within {timeout_s:.0f} s: try again") from None
     finally:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ops.control import control
-from ops.models import print_table, records_of, size
+from ops.models import fetch_model, make_tiny_model, print_table, records_of, size
 from ops.supervisor import Pool, PoolOptions, until_signal
 from subjects.errors import CarpoolError
 
@@ -74,12 +74,13 @@ def demo_services(directory: Path) -> tuple[list[Path], int]:
 
     The tiny models get a budget as large as the real one's by their KV, so that the choice of victims is a real one.
     """
-    from profiles.smollm2 import fetch_smollm2
-    from profiles.tiny import make_tiny
+    smollm2 = fetch_model("smollm2")
 
-    smollm2 = fetch_smollm2(say=lambda line: print(line, flush=True))
+    def tiny(name: str, seed: int) -> Path:
+        return make_tiny_model(name, seed=seed, directory=directory / "models" / name)
+
     paths: list[Path] = []
-    sources = {REAL: smollm2, TINY_A: make_tiny(TINY_A, None, seed=1), TINY_B: make_tiny(TINY_B, None, seed=2)}
+    sources = {REAL: smollm2, TINY_A: tiny(TINY_A, seed=1), TINY_B: tiny(TINY_B, seed=2)}
     for name, source in sources.items():
         path = directory / f"{name}.yaml"
         quality = 3 if name == REAL else 1
@@ -128,9 +129,7 @@ async def _show(pool: Pool, stage: _Stage) -> list[Outcome]:
     from openai import AsyncOpenAI
 
     outcomes: list[Outcome] = []
-    async with AsyncOpenAI(
-        base_url=f"{pool.http_url}/v1", api_key="none", max_retries=0, timeout=_REQUEST_S_MAX
-    ) as client:
+    async with AsyncOpenAI(base_url=f"{pool.http_url}/v1", api_key="none", max_retries=0, timeout=_REQUEST_S_MAX) as client:
         stage.say(f"asking {REAL}, which is not loaded: {QUESTION}")
         outcomes.append(await _ask(client, pool, "a question", REAL, QUESTION, 48))
         stage.say(f"{REAL}: {outcomes[-1].text.strip()}")

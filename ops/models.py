@@ -106,14 +106,15 @@ def size(count: int) -> str:
 
 def fetch_model(model: str) -> Path:
     """Fetches and converts a known model once; returns its directory."""
-    from profiles.smollm2 import fetch_smollm2
+    from profiles.smollm2 import ensure_smollm2
 
     assert model == "smollm2"
-    return fetch_smollm2(say=lambda line: print(line, flush=True))
+    return ensure_smollm2(lambda line: print(line, flush=True))
 
 
 def make_tiny_model(name: str, *, seed: int, directory: Path | None) -> Path:
     """Makes a tiny random model in ``directory`` or the cache; returns its directory."""
+    from profiles.paths import models_dir
     from profiles.tiny import make_tiny
 
-    return make_tiny(name, directory, seed=seed)
+    return make_tiny(name, directory or models_dir() / f"{name}-{seed}", seed=seed)

@@ -227,7 +227,8 @@ class Pool:
         # Server addresses may hold credentials, so they travel in the environment and not in argument lists.
         environment |= {"CARPOOL_NATS": nats_url, "CARPOOL_REDIS": redis_url}
         carpool = [sys.executable, "-m", "ops.cli"]
-        await self._run("scheduler", [*carpool, "scheduler", "--state-dir", str(state), *options.scheduler_flags], environment)
+        scheduler = [*carpool, "scheduler", "--state-dir", str(state), *options.scheduler_flags]
+        await self._run("scheduler", scheduler, environment)
         if options.worker:
             devices = [flag for device in options.devices for flag in ("--device", device)]
             argv = [*carpool, "worker", "--state-dir", str(state), *devices, *options.worker_flags]
@@ -359,7 +360,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 async def until_signal(pool: Pool) -> int:
-    """Waits for SIGINT or SIGTERM, or until a part cannot be kept running. Returns the exit code; more signals are harmless."""
+    """Waits for SIGINT, SIGTERM, or a part that cannot be kept running; returns the exit code. More signals are harmless."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -370,7 +371,7 @@ async def until_signal(pool: Pool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     broken = asyncio.create_task(pool.wait_broken())
-    await asyncio.wait({ended, broken}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([ended, asyncio.shield(broken)], return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
         broken.cancel()
         return 0
