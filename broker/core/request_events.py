@@ -1,0 +1,309 @@
+"""What the request core is told (events, past tense) and what it asks for (commands, imperative).
+
+All times ending in ``_s`` are seconds of the caller's monotonic clock unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from subjects.bus import Stored
+from subjects.ids import ModelKey, ReplicaId, RequestId
+from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, PoolDigest, RequestProfile, Ticket, Usage
+
+HELD_EVERY_S = 0.2
+"""How often each replica with requests of this gateway hears which ones are still wanted."""
+HELD_UNANSWERED_MAX = 10
+"""So many ``Held`` in a row without any frame: the replica's requests are taken away from it."""
+HELD_LINGER_S = 2.0
+"""How long ``Held`` goes on to a replica that has nothing left, so that it learns what is not wanted any more."""
+ROUND_TRIP_FRESH_S = 0.5
+"""The own bus counts as working for so long after a round trip; the shell makes one about every 0.2 s."""
+RECONNECT_GRACE_S = 5.0
+"""After our own reconnect others may still be reconnecting; their silence does not count for so long."""
+OFFER_CLAIM_S = 0.1
+"""An offered ticket that is not claimed within this time is published."""
+RESEND_EVERY_S = 0.1
+"""At most one ``Resend`` per choice of a request in this time."""
+PUBLISH_RETRY_S = 0.2
+"""Pause before a ticket that was not stored, or that met a busy engine, is published again."""
+LOSSES_MAX = 3
+"""A request ends with an error when it has lost its replica, or met a sick engine, this many times."""
+GRANT_PART_BYTES_MAX = 256 * 1024
+"""Larger bodies are granted in parts."""
+RECENT_ENDS_MAX = 8192
+RECENT_ENDS_S = 60.0
+"""Ended requests are remembered this long, and this many of them, to answer late claims with the right reason."""
+
+
+# ------------------------------------------------------------------------------------------------------------- outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The engine ended the request."""
+
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The fields of :class:`subjects.errors.ApiError`; one per request, before or after its first token."""
+
+    status: int
+    message: str
+    type: str = "server_error"
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client left; there is nobody to tell."""
+
+
+Outcome = Finished | Failed | Cancelled
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSubmitted:
+    """An admitted request. ``wait_until_s`` bounds the wait for a grant, ``deadline_s`` everything.
+
+    ``body`` is the client's JSON. ``offer_to`` names a replica worth asking first (it holds the prefix).
+    """
+
+    request: RequestId
+    profile: RequestProfile
+    body: bytes
+    wait_until_s: float
+    deadline_s: float
+    prompt_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    offer_to: ReplicaId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TicketStored:
+    """``PublishTicket`` succeeded."""
+
+    request: RequestId
+    attempt: int
+    publication: int
+    stored: Stored
+
+
+class NotStoredReason(Enum):
+    """Why ``PublishTicket`` failed (``QueueFull``, ``QueueMissing``, ``BusUnavailable``, ``RequestTimeout``)."""
+
+    QUEUE_FULL = "queue-full"
+    QUEUE_MISSING = "queue-missing"
+    BUS_UNAVAILABLE = "bus-unavailable"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class TicketNotStored:
+    """``PublishTicket`` failed, or may have."""
+
+    request: RequestId
+    attempt: int
+    publication: int
+    reason: NotStoredReason
+
+
+class OfferOutcome(Enum):
+    """What came of ``OfferTicket``; ``UNANSWERED`` also stands for no responder and a lost bus."""
+
+    ACCEPTED = "accepted"
+    BUSY = "busy"
+    UNANSWERED = "unanswered"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAnswered:
+    """``OfferTicket`` came back; an acceptance is followed by an ordinary claim."""
+
+    request: RequestId
+    attempt: int
+    outcome: OfferOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimReceived:
+    """A replica asks for a request; ``token`` is the shell's own number for the reply."""
+
+    claim: Claim
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class FramesReceived:
+    """A replica's deltas, or its empty answer to ``Held``."""
+
+    frames: Frames
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft:
+    """The client closed its connection; unknown and ended requests are ignored."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChanged:
+    """A digest of the pool arrived."""
+
+    digest: PoolDigest
+
+
+@dataclass(frozen=True, slots=True)
+class BusReconnected:
+    """Our connection to the bus was made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueChecked:
+    """The creation time of the stream that holds a model's tickets; None when it is gone. Read about every second."""
+
+    model: ModelKey
+    created: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BusRoundTripMade:
+    """A ping to the bus came back just now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownStarted:
+    """The gateway goes down: what has not ended by ``deadline_s`` ends with an error then."""
+
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed; due at ``next_wake_s``."""
+
+
+RequestEvent = (
+    RequestSubmitted
+    | TicketStored
+    | TicketNotStored
+    | OfferAnswered
+    | ClaimReceived
+    | FramesReceived
+    | ClientLeft
+    | PoolChanged
+    | BusReconnected
+    | QueueChecked
+    | BusRoundTripMade
+    | ShutdownStarted
+    | Ticked
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class PublishTicket:
+    """Store the ticket on the work-queue of ``model_key(ticket.profile.model_hash)``, its class and its lane.
+
+    Answered by exactly one ``TicketStored`` or ``TicketNotStored``. A retry keeps the message id.
+    """
+
+    ticket: Ticket
+    message_id: str
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureQueue:
+    """Create the streams that are missing; no answer is awaited."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteTicket:
+    """Delete a stored ticket (only in that very stream); no answer is awaited."""
+
+    stored: Stored
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTicket:
+    """Offer the ticket on ``run.<replica>`` with a timeout of ``OFFER_CLAIM_S``; answered by one ``OfferAnswered``."""
+
+    replica: ReplicaId
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerClaim:
+    """Reply to the claim that came with ``token``."""
+
+    token: int
+    reply: ClaimReply
+
+
+@dataclass(frozen=True, slots=True)
+class SendBack:
+    """Send on ``back.<replica>``; at most once, no answer."""
+
+    replica: ReplicaId
+    back: Back
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGrant:
+    """A replica now has the request, after ``waited_s`` since it began to wait: for logs, metrics and timelines."""
+
+    request: RequestId
+    attempt: int
+    replica: ReplicaId
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give the client this delta: in order, without gap or repeat, never a failure."""
+
+    request: RequestId
+    delta: Delta
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRestart:
+    """The request lost its replica and waits again under a new attempt; ``reason`` is for people."""
+
+    request: RequestId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequest:
+    """The end, exactly once per request; nothing about it follows."""
+
+    request: RequestId
+    outcome: Outcome
+
+
+RequestCommand = (
+    PublishTicket
+    | EnsureQueue
+    | DeleteTicket
+    | OfferTicket
+    | AnswerClaim
+    | SendBack
+    | RecordGrant
+    | Deliver
+    | RecordRestart
+    | EndRequest
+)

@@ -1,0 +1,287 @@
+"""What the replica core is told (events, past tense) and what it asks for (commands, imperative).
+
+All times ending in ``_s`` are seconds of the caller's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from subjects.ids import IngressId, RequestId
+from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, Grant, Lane, RequestProfile, SlaClass, Ticket
+
+PULL_EXPIRES_S = 1.0
+"""How long a pull stays open when every lane that may be pulled has one."""
+PULL_EXPIRES_SHORT_S = 0.25
+"""How long it stays open when lanes have to take turns."""
+PULL_SLACK = 4
+"""Credits beyond the free slots: one each for lanes believed empty, so that a first ticket is found at once."""
+AGEING_S = 5.0
+"""A lane that has not fitted for so long stops the pulls of smaller lanes until it fits."""
+AGEING_MAX_S = 40.0
+"""The same bound after it was found empty each time (it doubles)."""
+CLAIM_TIMEOUT_S = 1.0
+"""What the shell waits for the answer of a claim."""
+CLAIM_TRIES_MAX = 2
+DELIVERIES_MAX = 5
+"""A ticket whose gateway never answers is acknowledged unserved at this delivery."""
+CONFIRM_S = 0.5
+"""A delta that stays unconfirmed for so long is sent again."""
+UNNAMED_HELD_MAX = 2
+"""So many ``Held`` in a row that do not name a request end it here."""
+HELD_SILENCE_S = 2.0
+"""Without ``Held`` from a gateway for so long, while the own bus works, its requests are aborted."""
+ROUND_TRIP_FRESH_S = 0.5
+"""The own bus counts as working for so long after a round trip; the shell makes one about every 0.2 s."""
+RECONNECT_GRACE_S = 5.0
+"""After our own reconnect others may still be reconnecting; their silence does not count for so long."""
+FRAME_DELTAS_MAX = 512
+FRAME_BYTES_MAX = 256 * 1024
+"""A message of frames holds at most so many deltas, and text of about this size."""
+ENDED_MAX = 4096
+ENDED_S = 60.0
+"""Attempts that ended here are remembered this long, and this many of them, so that none runs twice."""
+DEFAULT_WEIGHTS: Mapping[SlaClass, int] = {SlaClass.GOLD: 8, SlaClass.SILVER: 4, SlaClass.BRONZE: 2, SlaClass.BATCH: 1}
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The engine is warm and may serve: at the start, and again after a sleep. The numbers come from ``EngineInfo``."""
+
+    slots: int
+    kv_pages: int
+    block_size: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class TicketPulled:
+    """A pull brought a ticket (one credit spent). ``token`` acknowledges it."""
+
+    sla_class: SlaClass
+    lane: Lane
+    ticket: Ticket
+    token: str
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullExpired:
+    """A pull ended with ``credits`` unused; also when it could not be sent, and when the bus lost it."""
+
+    sla_class: SlaClass
+    lane: Lane
+    credits: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimAnswered:
+    """``SendClaim`` was answered; grants in parts are put together by the core."""
+
+    request: RequestId
+    attempt: int
+    reply: ClaimReply
+
+
+class Unanswered(Enum):
+    """Why ``SendClaim`` has no answer."""
+
+    TIMEOUT = "timeout"
+    NO_RESPONDERS = "no-responders"
+    BUS_UNAVAILABLE = "bus-unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimUnanswered:
+    """``SendClaim`` was not answered."""
+
+    request: RequestId
+    attempt: int
+    kind: Unanswered
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReceived:
+    """A gateway offers a ticket directly; ``token`` is the shell's own number for the reply."""
+
+    ticket: Ticket
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStepped:
+    """What the engine generated in one step."""
+
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The engine is dead; ``message`` is one line that a client may see."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackReceived:
+    """A gateway's ``Held``, ``Resend`` or ``Cancel``."""
+
+    back: Back
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChanged:
+    """The pool's weights of the classes for this model; empty means the defaults."""
+
+    weights: Mapping[SlaClass, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencySet:
+    """At most ``slots`` requests may run from now on; running ones stay."""
+
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """Take nothing new; what has not been confirmed by ``deadline_s`` is given back then."""
+
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BusReconnected:
+    """Our connection to the bus was made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BusRoundTripMade:
+    """A ping to the bus came back just now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed; due at ``next_wake_s``."""
+
+
+ReplicaEvent = (
+    Opened
+    | TicketPulled
+    | PullExpired
+    | ClaimAnswered
+    | ClaimUnanswered
+    | OfferReceived
+    | EngineStepped
+    | EngineFailed
+    | BackReceived
+    | PoolChanged
+    | ConcurrencySet
+    | DrainStarted
+    | BusReconnected
+    | BusRoundTripMade
+    | Ticked
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Ask the work-queue for tickets. Each credit comes back as one ``TicketPulled`` or inside a ``PullExpired``."""
+
+    sla_class: SlaClass
+    lane: Lane
+    credits: int
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendClaim:
+    """Request on ``claim.<ingress>`` with a timeout of ``CLAIM_TIMEOUT_S``.
+
+    Answered by exactly one ``ClaimAnswered`` or ``ClaimUnanswered``.
+    """
+
+    ingress: IngressId
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class AckTicket:
+    """Acknowledge a pulled ticket: it is granted to us, or nobody wants it."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequest:
+    """Give the request to the engine; ``grant`` is whole (``parts == 1``)."""
+
+    grant: Grant
+    profile: RequestProfile
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """Make the engine forget the request."""
+
+    request: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFrames:
+    """Send on ``out.<ingress>``; at most once, no answer."""
+
+    ingress: IngressId
+    frames: Frames
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOffer:
+    """Reply to the offer that came with ``token``; not busy is followed by a claim."""
+
+    token: int
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLoad:
+    """The load changed: requests that run or are being claimed, the slots, and the KV pages not promised to any."""
+
+    running: int
+    slots: int
+    kv_pages_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportDrained:
+    """Nothing is held any more; ``given_back`` counts the requests that the bound cut off."""
+
+    given_back: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReplica:
+    """The pool counts this incarnation as dead, for good: end the process without acknowledging anything."""
+
+
+ReplicaCommand = (
+    Pull
+    | SendClaim
+    | AckTicket
+    | StartRequest
+    | AbortRequest
+    | SendFrames
+    | AnswerOffer
+    | ReportLoad
+    | ReportDrained
+    | ExitReplica
+)
