@@ -1,0 +1,1 @@
+"""Tests of the pure cores: events in, commands out."""

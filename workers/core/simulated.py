@@ -1,0 +1,675 @@
+"""A simulated engine as a pure core: continuous batching whose step times come from a capacity profile.
+
+Events are what an engine is told, commands are what comes out of it. Time is the caller's clock, real or virtual.
+
+A step takes ``step_const_s + step_request_s * batch + step_context_token_s * context`` for the requests that decode, plus
+``prefill_token_s * L + prefill_token2_s * L**2`` for the prompt tokens that are prefilled in it (in chunks, as vLLM does).
+Requests wait while no slot or no page is free; one that grows when no page is free preempts the youngest, which is computed
+again later.
+
+Every token is a hash of its request and its index (:func:`expected_token`), so that a gap, a repeat or a foreign token in an
+answer is one comparison away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal, assert_never
+
+import msgspec
+
+from subjects.ids import RequestId
+from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
+
+CHOICES_MAX = 128
+MESSAGE_OVERHEAD_TOKENS = 4
+"""Tokens that a chat template adds around one message."""
+BYTES_PER_TOKEN = 4
+"""How the simulated engine counts the tokens of a text: UTF-8 bytes over this, rounded up."""
+TOKEN_BITS = 31
+DEFAULT_OUTPUT_TOKENS = 16
+"""What a body that names no ``max_tokens`` asks for, as in OpenAI's completions."""
+
+
+def expected_token(request: RequestId, index: int, choice: int = 0) -> int:
+    """Token ``index`` of the answer to ``request``: the same in every attempt and on every replica."""
+    digest = hashlib.blake2b(f"{request}/{choice}/{index}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> (32 - TOKEN_BITS)
+
+
+def token_text(token: int) -> str:
+    """The text of one simulated token."""
+    return f" {token:08x}"
+
+
+def expected_text(request: RequestId, index: int, choice: int = 0) -> str:
+    """The text of token ``index`` of the answer to ``request``."""
+    return token_text(expected_token(request, index, choice))
+
+
+def expected_answer(request: RequestId, tokens: int, choice: int = 0) -> str:
+    """The text of the first ``tokens`` tokens of the answer to ``request``."""
+    return "".join(expected_text(request, index, choice) for index in range(tokens))
+
+
+# ------------------------------------------------------------------------------------------------------------- profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedProfile:
+    """What the engine can do, how long it takes, and which faults it shows.
+
+    The default times are those of a 7B model on an A100. ``engine_options`` of a model record use these very names
+    (``slots``, ``kv_pages``, ``block_size`` and ``max_context_len`` come from the record unless they are given).
+    """
+
+    slots: int = 8
+    kv_pages: int = 1024
+    block_size: int = 32
+    max_context_len: int = 8192
+    mode: Literal["hash", "instant"] = "hash"
+    """``hash`` takes the profile's time; ``instant`` takes none. Tokens are hashes in both."""
+    prefill_token_s: float = 62e-6
+    prefill_token2_s: float = 6e-11
+    step_const_s: float = 12.6e-3
+    step_request_s: float = 130e-6
+    step_context_token_s: float = 0.26e-6
+    time_scale: float = 1.0
+    """Multiplies all step times."""
+    chunk_tokens: int = 2048
+    """Prompt tokens that one step prefills at most."""
+    tokens_per_step: int = 1
+    """Tokens that one step adds to a choice (above 1 as with speculative decoding)."""
+    preempts: bool = True
+    """Whether pages are taken as a request grows; else all of them are reserved before it starts."""
+
+    load_s: float = 0.0
+    """Time that the start takes."""
+    load_fails: bool = False
+    die_after_tokens: int = 0
+    """The engine dies after this many tokens of all requests; 0: never."""
+    freeze_after_tokens: int = 0
+    """The engine stops to answer after this many tokens; 0: never."""
+    fail_rate: float = 0.0
+    """Share of requests, chosen by hash, that fail as sick."""
+    ignores_aborts: bool = False
+
+    def __post_init__(self) -> None:
+        positive = ("slots", "kv_pages", "block_size", "max_context_len", "chunk_tokens", "tokens_per_step")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        for name in ("prefill_token_s", "prefill_token2_s", "step_const_s", "step_request_s", "step_context_token_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")
+        if min(self.time_scale, self.load_s, self.die_after_tokens, self.freeze_after_tokens) < 0:
+            raise ValueError("time_scale, load_s, die_after_tokens and freeze_after_tokens must not be negative")
+        if not 0 <= self.fail_rate <= 1:
+            raise ValueError("fail_rate must be from 0 to 1")
+        if self.mode not in ("hash", "instant"):
+            raise ValueError(f"mode {self.mode!r}: use 'hash' or 'instant'")
+
+
+_OPTION_KINDS: dict[str, type] = {
+    "slots": int,
+    "kv_pages": int,
+    "block_size": int,
+    "max_context_len": int,
+    "mode": str,
+    "prefill_token_s": float,
+    "prefill_token2_s": float,
+    "step_const_s": float,
+    "step_request_s": float,
+    "step_context_token_s": float,
+    "time_scale": float,
+    "chunk_tokens": int,
+    "tokens_per_step": int,
+    "preempts": bool,
+    "load_s": float,
+    "load_fails": bool,
+    "die_after_tokens": int,
+    "freeze_after_tokens": int,
+    "fail_rate": float,
+    "ignores_aborts": bool,
+}
+
+
+def profile_from_options(
+    options: Mapping[str, str | int | float | bool], *, slots: int, kv_pages: int, block_size: int, max_context_len: int
+) -> SimulatedProfile:
+    """A profile from a record's ``engine_options``; the keyword arguments stand where the options say nothing.
+
+    Raises:
+        ValueError: an unknown option, or one of a wrong type or value; the message names it.
+    """
+    values: dict[str, str | int | float | bool] = {
+        "slots": slots,
+        "kv_pages": kv_pages,
+        "block_size": block_size,
+        "max_context_len": max_context_len,
+    }
+    for name in sorted(options):
+        value = options[name]
+        kind = _OPTION_KINDS.get(name)
+        if kind is None:
+            raise ValueError(f"engine option {name!r} is unknown to the simulated engine; known: {', '.join(_OPTION_KINDS)}")
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"engine option {name!r} must be of type {kind.__name__}")
+        values[name] = value
+    return SimulatedProfile(**values)  # type: ignore[arg-type]  # each value was checked against _OPTION_KINDS above
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRequest:
+    """A request as the simulated engine understands it.
+
+    ``tokens`` is the length of the whole answer, ``sent_tokens`` of which the client already has. ``first_token_s`` and
+    ``token_s`` are lower bounds on the times before the first and each further token.
+    """
+
+    request: RequestId
+    attempt: int
+    input_tokens: int
+    tokens: int
+    max_tokens: int
+    choices: int = 1
+    sent_tokens: int = 0
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+    fail: FailureKind | None = None
+    fail_after_tokens: int = 0
+
+
+class _Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body's extra field ``carpool_sim``, honoured only by this engine."""
+
+    tokens: int | None = None
+    fail: FailureKind | None = None
+    fail_after_tokens: int = 0
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+
+
+class _Part(msgspec.Struct, frozen=True):
+    text: str | None = None
+
+
+class _Message(msgspec.Struct, frozen=True):
+    content: str | list[_Part] | None = None
+
+
+class _Body(msgspec.Struct, frozen=True):
+    messages: list[_Message] | None = None
+    prompt: str | list[str | int | list[int]] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    carpool_sim: _Script | None = None
+
+
+_body_decoder = msgspec.json.Decoder(_Body)
+
+
+def parse_request(
+    *,
+    request: RequestId,
+    attempt: int,
+    endpoint: Endpoint,
+    body: bytes,
+    prompt_token_ids: tuple[int, ...] = (),
+    sent_token_ids: tuple[int, ...] = (),
+    max_tokens: int = 0,
+) -> SimulatedRequest | Failure:
+    """What an OpenAI body asks of the simulated engine, or why it is refused (the text never quotes the body).
+
+    ``max_tokens`` above zero bounds the whole answer; else the body's own field does. The answer is that long, unless the
+    body's ``carpool_sim.tokens`` is smaller.
+    """
+    try:
+        parsed = _body_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _bad_request("the body is not a JSON object of the expected shape")
+    script = parsed.carpool_sim or _Script()
+    counted = _count_prompt(endpoint, parsed)
+    if counted is None:
+        return _bad_request("the body holds no messages" if endpoint is Endpoint.CHAT else "the body holds no prompt")
+    input_tokens, prompts = counted
+    asked = max_tokens or parsed.max_completion_tokens or parsed.max_tokens or DEFAULT_OUTPUT_TOKENS
+    choices = prompts * (1 if parsed.n is None else parsed.n)
+    if asked < 1 or not 1 <= choices <= CHOICES_MAX:
+        return _bad_request(f"max_tokens must be at least 1 and n from 1 to {CHOICES_MAX}")
+    if sent_token_ids and choices > 1:
+        return _bad_request("several choices cannot be continued")
+    if any(token != expected_token(request, index) for index, token in enumerate(sent_token_ids)):
+        return Failure(kind=FailureKind.SICK, message="the tokens already sent are not those of this request")
+    return SimulatedRequest(
+        request=request,
+        attempt=attempt,
+        input_tokens=len(prompt_token_ids) or input_tokens,
+        tokens=asked if script.tokens is None else max(0, min(asked, script.tokens)),
+        max_tokens=asked,
+        choices=choices,
+        sent_tokens=len(sent_token_ids),
+        first_token_s=max(0.0, script.first_token_s),
+        token_s=max(0.0, script.token_s),
+        fail=script.fail,
+        fail_after_tokens=script.fail_after_tokens,
+    )
+
+
+def _bad_request(message: str) -> Failure:
+    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400)
+
+
+def _text_tokens(text: str) -> int:
+    return ceil(len(text.encode(errors="surrogatepass")) / BYTES_PER_TOKEN)
+
+
+def _count_prompt(endpoint: Endpoint, body: _Body) -> tuple[int, int] | None:
+    """Input tokens and how many prompts there are, or None when there is none."""
+    match endpoint:
+        case Endpoint.CHAT:
+            if not body.messages:
+                return None
+            return sum(MESSAGE_OVERHEAD_TOKENS + _content_tokens(message.content) for message in body.messages), 1
+        case Endpoint.COMPLETIONS:
+            if body.prompt is None or body.prompt == []:
+                return None
+            if isinstance(body.prompt, str):
+                return max(1, _text_tokens(body.prompt)), 1
+            if all(isinstance(item, int) for item in body.prompt):
+                return len(body.prompt), 1
+            return max(1, sum(_item_tokens(item) for item in body.prompt)), len(body.prompt)
+        case _:
+            assert_never(endpoint)
+
+
+def _content_tokens(content: str | list[_Part] | None) -> int:
+    if content is None:
+        return 0
+    if isinstance(content, str):
+        return _text_tokens(content)
+    return sum(_text_tokens(part.text) for part in content if part.text)
+
+
+def _item_tokens(item: str | int | list[int]) -> int:
+    match item:
+        case str():
+            return _text_tokens(item)
+        case int():
+            return 1
+        case _:
+            return len(item)
+
+
+# ----------------------------------------------------------------------------------------------------- events, commands
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdded:
+    """The engine was given a request."""
+
+    request: SimulatedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAborted:
+    """The engine was told to stop a request; unknown ones are ignored."""
+
+    request: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time went by."""
+
+
+SimulatedEvent = RequestAdded | RequestAborted | Ticked
+
+
+@dataclass(frozen=True, slots=True)
+class EmitDeltas:
+    """What one engine step brought."""
+
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Die:
+    """The engine is dead; nothing comes out of it any more."""
+
+    detail: str
+
+
+SimulatedCommand = EmitDeltas | Die
+
+
+# ----------------------------------------------------------------------------------------------------------------- core
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    asked: SimulatedRequest
+    not_before_s: float
+    """When its next token may come at the earliest."""
+    next_index: int
+    """Tokens that each choice has, those sent before included."""
+    prefill_left: int = 0
+    """Tokens whose KV is still to be computed before it can decode."""
+    pages: int = 0
+    running: bool = False
+
+    @property
+    def context(self) -> int:
+        """Tokens that must be in the KV cache before the next one can be made, shared ones counted once."""
+        return self.asked.input_tokens + self.asked.choices * self.next_index
+
+
+@dataclass(slots=True, frozen=True)
+class _Step:
+    end_s: float
+    prefills: tuple[tuple[_Sequence, int], ...]
+    """Sequences and the tokens of them that this step prefills."""
+    decodes: tuple[_Sequence, ...]
+
+
+class SimulatedCore:
+    """The whole engine. One engine step ends per :meth:`step` call at most, so that a caller can go on between two."""
+
+    def __init__(self, profile: SimulatedProfile) -> None:
+        self.profile = profile
+        self._sequences: dict[tuple[RequestId, int], _Sequence] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._pages_used = 0
+        self._step: _Step | None = None
+        self._retry_s: float | None = None
+        self._dead = False
+        self._frozen = False
+        self.tokens_made = 0
+        self.aborted = 0
+        """Requests that an abort reached while they waited or ran."""
+        self.preempted = 0
+
+    # ---- reads
+
+    @property
+    def next_wake_s(self) -> float | None:
+        """When the core wants a :class:`Ticked`; None when only an event can change anything. May be in the past."""
+        if self._dead or self._frozen:
+            return None
+        return self._retry_s if self._step is None else self._step.end_s
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def kv_pages_free(self) -> int:
+        """Pages that nobody holds."""
+        return self.profile.kv_pages - self._pages_used
+
+    # ---- the one entry
+
+    def step(self, now_s: float, event: SimulatedEvent) -> list[SimulatedCommand]:
+        """Applies ``event`` at ``now_s`` and returns what came out of the engine."""
+        if self._dead or self._frozen:
+            return []
+        commands: list[SimulatedCommand] = []
+        if self._step is not None and self._step.end_s <= now_s:
+            ended, self._step = self._step, None
+            commands += self._end_step(ended)
+            # Back to back: an engine does not wait for its caller between two steps.
+            self._begin_step(ended.end_s)
+        match event:
+            case RequestAdded(request):
+                commands += self._add(now_s, request)
+            case RequestAborted(request, attempt):
+                self._abort(request, attempt)
+            case Ticked():
+                pass
+            case _:
+                assert_never(event)
+        if self._step is None:
+            self._begin_step(now_s)
+        return commands
+
+    # ---- events
+
+    def _add(self, now_s: float, asked: SimulatedRequest) -> list[SimulatedCommand]:
+        key = (asked.request, asked.attempt)
+        if key in self._sequences:
+            return []
+        longest = asked.input_tokens + asked.tokens
+        if longest > self.profile.max_context_len or self._pages(self._most_tokens(asked)) > self.profile.kv_pages:
+            message = (
+                f"{asked.input_tokens} input tokens and {asked.tokens} output tokens do not fit "
+                f"the context of {self.profile.max_context_len} tokens and {self.profile.kv_pages} KV pages"
+            )
+            return [EmitDeltas((self._failed(asked, asked.sent_tokens, _bad_request(message)),))]
+        sequence = _Sequence(asked=asked, not_before_s=now_s + asked.first_token_s, next_index=asked.sent_tokens)
+        if asked.tokens <= asked.sent_tokens and asked.fail is None:
+            return [EmitDeltas(tuple(self._closing(sequence, choice) for choice in range(asked.choices)))]
+        self._sequences[key] = sequence
+        self._waiting.append(sequence)
+        return []
+
+    def _abort(self, request: RequestId, attempt: int) -> None:
+        sequence = self._sequences.get((request, attempt))
+        if sequence is None:
+            return
+        self.aborted += 1
+        if not self.profile.ignores_aborts:
+            self._forget(sequence)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[(sequence.asked.request, sequence.asked.attempt)]
+        if sequence.running:
+            self._release(sequence)
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    # ---- steps
+
+    def _begin_step(self, start_s: float) -> None:
+        self._admit()
+        self._retry_s = None
+        decodes: list[_Sequence] = []
+        prefills: list[tuple[_Sequence, int]] = []
+        chunk_left = self.profile.chunk_tokens
+        for sequence in list(self._running):
+            if not sequence.running:
+                continue  # preempted for an older one in this very loop
+            if sequence.prefill_left > 0:
+                tokens = min(sequence.prefill_left, chunk_left)
+                chunk_left -= tokens
+                if tokens > 0:
+                    prefills.append((sequence, tokens))
+            elif sequence.not_before_s > start_s:
+                if self._retry_s is None or sequence.not_before_s < self._retry_s:
+                    self._retry_s = sequence.not_before_s
+            elif self._grow(sequence):
+                decodes.append(sequence)
+        # Preemption takes the youngest, so it can take one that was not picked yet, never one that was.
+        if decodes or prefills:
+            end_s = start_s + self._duration_s(decodes, prefills)
+            self._step = _Step(end_s, tuple(prefills), tuple(decodes))
+
+    def _admit(self) -> None:
+        """First come, first served: the head waits for its slot and pages, and nobody overtakes it."""
+        while self._waiting and len(self._running) < self.profile.slots:
+            sequence = self._waiting[0]
+            pages = self._pages(self._tokens_wanted(sequence))
+            if pages > self.kv_pages_free:
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            self._pages_used += pages
+            sequence.pages = pages
+            sequence.running = True
+            sequence.prefill_left = sequence.context
+
+    def _grow(self, sequence: _Sequence) -> bool:
+        """Takes the pages of the next tokens; False when ``sequence`` itself had to give way."""
+        missing = self._pages(self._tokens_wanted(sequence)) - sequence.pages
+        while missing > self.kv_pages_free:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        if missing > 0:
+            self._pages_used += missing
+            sequence.pages += missing
+        return True
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        self.preempted += 1
+        self._release(sequence)
+        self._running.remove(sequence)
+        self._waiting.appendleft(sequence)
+
+    def _release(self, sequence: _Sequence) -> None:
+        self._pages_used -= sequence.pages
+        sequence.pages = 0
+        sequence.running = False
+
+    def _duration_s(self, decodes: list[_Sequence], prefills: list[tuple[_Sequence, int]]) -> float:
+        profile = self.profile
+        if profile.mode == "instant":
+            return 0.0
+        batch = sum(sequence.asked.choices for sequence in decodes)
+        context = sum(sequence.context for sequence in decodes)
+        total_s = profile.step_const_s + profile.step_request_s * batch + profile.step_context_token_s * context
+        for sequence, tokens in prefills:
+            done = sequence.context - sequence.prefill_left
+            total_s += profile.prefill_token_s * tokens + profile.prefill_token2_s * ((done + tokens) ** 2 - done**2)
+        return total_s * profile.time_scale
+
+    def _end_step(self, ended: _Step) -> list[SimulatedCommand]:
+        ready: list[_Sequence] = []
+        for sequence, tokens in ended.prefills:
+            if sequence.running:
+                sequence.prefill_left -= tokens
+                if sequence.prefill_left == 0 and sequence.not_before_s <= ended.end_s:
+                    ready.append(sequence)
+        ready += [sequence for sequence in ended.decodes if sequence.running]
+        deltas: list[Delta] = []
+        for sequence in ready:
+            deltas += self._advance(sequence, ended.end_s)
+        commands: list[SimulatedCommand] = [EmitDeltas(tuple(deltas))] if deltas else []
+        if 0 < self.profile.die_after_tokens <= self.tokens_made:
+            self._dead = True
+            commands.append(Die(f"the simulated engine died after {self.tokens_made} tokens, as its options ask"))
+        elif 0 < self.profile.freeze_after_tokens <= self.tokens_made:
+            self._frozen = True
+        return commands
+
+    def _advance(self, sequence: _Sequence, now_s: float) -> list[Delta]:
+        """The next tokens of every choice of one sequence, or its failure."""
+        asked = sequence.asked
+        failure = self._failure_due(sequence)
+        if failure is not None:
+            self._forget(sequence)
+            return [self._failed(asked, sequence.next_index, failure)]
+        first = sequence.next_index
+        units = min(self.profile.tokens_per_step, asked.tokens - first)
+        sequence.next_index += units
+        sequence.not_before_s = now_s + asked.token_s
+        self.tokens_made += units * asked.choices
+        ends = sequence.next_index >= asked.tokens
+        if ends:
+            self._forget(sequence)
+        deltas: list[Delta] = []
+        for choice in range(asked.choices):
+            tokens = tuple(expected_token(asked.request, index, choice) for index in range(first, first + units))
+            last = ends and choice == asked.choices - 1
+            deltas.append(
+                Delta(
+                    request=asked.request,
+                    attempt=asked.attempt,
+                    choice=choice,
+                    first_token_index=first,
+                    units=units,
+                    text="".join(map(token_text, tokens)),
+                    token_ids=tokens,
+                    finish_reason=self._finish_reason(asked) if ends else None,
+                    end=last,
+                    usage=self._usage(asked) if last else None,
+                )
+            )
+        return deltas
+
+    def _failure_due(self, sequence: _Sequence) -> Failure | None:
+        asked = sequence.asked
+        if asked.fail is not None and sequence.next_index >= asked.fail_after_tokens:
+            status = {FailureKind.BAD_REQUEST: 400, FailureKind.SICK: 500, FailureKind.BUSY: 503}[asked.fail]
+            return Failure(kind=asked.fail, message="the request asked the simulated engine to fail", status=status)
+        # The index of the "choice" keeps this draw apart from the tokens themselves.
+        draw = expected_token(asked.request, 0, choice=CHOICES_MAX) / (1 << TOKEN_BITS)
+        if draw < self.profile.fail_rate:
+            return Failure(kind=FailureKind.SICK, message="the simulated engine failed, as its options ask")
+        return None
+
+    def _closing(self, sequence: _Sequence, choice: int) -> Delta:
+        """The end of a choice whose tokens the client already has."""
+        asked = sequence.asked
+        last = choice == asked.choices - 1
+        return Delta(
+            request=asked.request,
+            attempt=asked.attempt,
+            choice=choice,
+            first_token_index=sequence.next_index,
+            units=0,
+            finish_reason=self._finish_reason(asked),
+            end=last,
+            usage=self._usage(asked) if last else None,
+        )
+
+    @staticmethod
+    def _failed(asked: SimulatedRequest, index: int, failure: Failure) -> Delta:
+        return failure_delta(asked.request, asked.attempt, failure, index=index)
+
+    @staticmethod
+    def _finish_reason(asked: SimulatedRequest) -> str:
+        return "length" if asked.tokens >= asked.max_tokens else "stop"
+
+    @staticmethod
+    def _usage(asked: SimulatedRequest) -> Usage:
+        """Of the whole answer: a continuation counts the tokens that an earlier attempt made."""
+        return Usage(prompt_tokens=asked.input_tokens, completion_tokens=asked.tokens * asked.choices)
+
+    # ---- pages
+
+    def _most_tokens(self, asked: SimulatedRequest) -> int:
+        return asked.input_tokens + asked.choices * asked.tokens
+
+    def _tokens_wanted(self, sequence: _Sequence) -> int:
+        most = self._most_tokens(sequence.asked)
+        if not self.profile.preempts:
+            return most
+        return min(most, sequence.context + sequence.asked.choices * self.profile.tokens_per_step)
+
+    def _pages(self, tokens: int) -> int:
+        return ceil(tokens / self.profile.block_size)
+
+
+def failure_delta(request: RequestId, attempt: int, failure: Failure, *, index: int = 0) -> Delta:
+    """The one delta that ends a request with ``failure``; ``index`` is the next unit of its first choice."""
+    return Delta(request=request, attempt=attempt, first_token_index=index, units=0, end=True, failure=failure)

@@ -1,0 +1,178 @@
+"""The simulated engine in real time: :class:`workers.core.simulated.SimulatedCore` on the running loop's clock.
+
+``engine_options`` of the model record are the fields of :class:`workers.core.simulated.SimulatedProfile`; slots, block size,
+context and KV pages come from the record where the options do not say otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import assert_never
+
+from subjects.errors import EngineError
+from subjects.ids import RequestId
+from subjects.messages import Delta, Failure
+from workers.core.simulated import (
+    Die,
+    EmitDeltas,
+    RequestAborted,
+    RequestAdded,
+    SimulatedCommand,
+    SimulatedCore,
+    SimulatedProfile,
+    SimulatedRequest,
+    Ticked,
+    expected_token,
+    failure_delta,
+    parse_request,
+    profile_from_options,
+)
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.spec import ReplicaSpec
+
+WARM_REQUEST = RequestId("warm-probe")
+WARM_INPUT_TOKENS = 8
+WARM_TIMEOUT_S = 60.0
+
+
+def profile_of(spec: ReplicaSpec) -> SimulatedProfile:
+    """The profile that a replica's record describes.
+
+    Raises:
+        EngineError: an engine option is unknown or wrong.
+    """
+    record = spec.record
+    block_bytes = record.kv_bytes_per_token * record.block_size
+    pages = record.kv_bytes // block_bytes if block_bytes else SimulatedProfile().kv_pages
+    try:
+        return profile_from_options(
+            record.engine_options,
+            slots=record.max_num_seqs,
+            kv_pages=pages,
+            block_size=record.block_size,
+            max_context_len=record.max_context_len,
+        )
+    except ValueError as error:
+        raise EngineError(f"model {record.name}: {error}") from None
+
+
+class SimulatedEngine:
+    """An engine whose tokens are hashes and whose times are arithmetic."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.profile = profile_of(spec)
+        self._core = SimulatedCore(self.profile)
+        self._ready: deque[SimulatedCommand] = deque()
+        self._wake = asyncio.Event()
+        self._stopped = False
+
+    @property
+    def aborts(self) -> int:
+        """Aborts that reached a request which waited or ran."""
+        return self._core.aborted
+
+    async def start(self) -> EngineInfo:
+        """Takes ``load_s``, then fails or is ready as the options say."""
+        await asyncio.sleep(self.profile.load_s)
+        if self.profile.load_fails:
+            raise EngineError("the simulated engine failed to load, as its options ask")
+        return EngineInfo(
+            slots=self.profile.slots,
+            kv_pages=self.profile.kv_pages,
+            block_size=self.profile.block_size,
+            max_context_len=self.profile.max_context_len,
+            gives_token_ids=True,
+            continues=True,
+        )
+
+    async def warm(self, tokens: int) -> None:
+        """Runs one request of ``tokens`` tokens through the same core on the same clock and compares its tokens.
+
+        Faults that are counted in tokens start with the first real request.
+        """
+        if tokens < 1:
+            return
+        probe = SimulatedCore(replace(self.profile, die_after_tokens=0, freeze_after_tokens=0, fail_rate=0.0))
+        request = SimulatedRequest(
+            request=WARM_REQUEST, attempt=1, input_tokens=WARM_INPUT_TOKENS, tokens=tokens, max_tokens=tokens
+        )
+        loop = asyncio.get_running_loop()
+        commands = probe.step(loop.time(), RequestAdded(request))
+        seen: list[int] = []
+        deadline_s = loop.time() + WARM_TIMEOUT_S
+        while True:
+            for command in commands:
+                if isinstance(command, EmitDeltas):
+                    seen += [token for delta in command.deltas for token in delta.token_ids]
+            wake_s = probe.next_wake_s
+            if wake_s is None:
+                break
+            if wake_s > deadline_s:
+                raise EngineError(f"{tokens} warm-up tokens take longer than {WARM_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(max(0.0, wake_s - loop.time()))
+            commands = probe.step(loop.time(), Ticked())
+        if seen != [expected_token(WARM_REQUEST, index) for index in range(tokens)]:
+            raise EngineError("the warm-up answer of the simulated engine was wrong")
+
+    def add(self, request: EngineRequest) -> None:
+        """Takes a request; a body that cannot be served comes out as a failure."""
+        parsed = parse_request(
+            request=request.request,
+            attempt=request.attempt,
+            endpoint=request.endpoint,
+            body=request.body,
+            prompt_token_ids=request.prompt_token_ids,
+            sent_token_ids=request.sent_token_ids,
+            max_tokens=request.max_tokens,
+        )
+        if isinstance(parsed, Failure):
+            index = len(request.sent_token_ids)
+            self._out([EmitDeltas((failure_delta(request.request, request.attempt, parsed, index=index),))])
+            return
+        self._out(self._core.step(asyncio.get_running_loop().time(), RequestAdded(parsed)))
+
+    def abort(self, request: RequestId, attempt: int) -> None:
+        """Stops a request at once."""
+        self._out(self._core.step(asyncio.get_running_loop().time(), RequestAborted(request, attempt)))
+
+    def _out(self, commands: Sequence[SimulatedCommand]) -> None:
+        self._ready.extend(commands)
+        self._wake.set()
+
+    async def steps(self) -> AsyncIterator[Sequence[Delta]]:
+        """One item per step of the core; between two steps the loop gets its turn, also where steps take no time."""
+        loop = asyncio.get_running_loop()
+        while not self._stopped:
+            while self._ready:
+                command = self._ready.popleft()
+                match command:
+                    case EmitDeltas(deltas):
+                        yield deltas
+                    case Die(detail):
+                        raise EngineError(detail)
+                    case _:
+                        assert_never(command)
+            wake_s = self._core.next_wake_s
+            if wake_s is not None and wake_s <= loop.time():
+                self._ready.extend(self._core.step(loop.time(), Ticked()))
+                await asyncio.sleep(0)
+                continue
+            self._wake.clear()
+            timer = None if wake_s is None else loop.call_at(wake_s, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+
+    def load(self) -> EngineLoad:
+        """The core's own counters."""
+        return EngineLoad(running=self._core.running, waiting=self._core.waiting, kv_pages_free=self._core.kv_pages_free)
+
+    async def stop(self) -> None:
+        """Ends :meth:`steps`."""
+        self._stopped = True
+        self._wake.set()
