@@ -1,0 +1,1027 @@
+"""The decisions of a worker agent: which replica may start, when it is ended, and what is said about it.
+
+The rules, all on this page:
+
+- A load is refused unless the budgets of all replicas on the device, its own included, fit the device; the budget is held
+  from then until the process has exited, so the sum is within the capacity at every instant.
+- Loads on one device run one after the other, in the order they were accepted.
+- An operation ends only when its effect is complete: of a failed load or an unload, when the process is gone.
+- A replica is unloaded only after ``Drained``, unless forced. One that does not drain in its bound is stopped, one that
+  does not stop is killed, and one that serves and leaves a ping unanswered is killed.
+- An operation id is applied once. A repeated one is answered so, and the event of its end is sent again.
+- A command under a lower epoch than the highest seen is refused.
+
+Pings are judged only while a replica serves: loading may block its event loop, and the load has its own bound.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import assert_never
+
+from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId, is_token
+from subjects.messages import (
+    CommandOutcome,
+    CommandReply,
+    DeviceKind,
+    DeviceReport,
+    DrainReplica,
+    EngineType,
+    EvictKv,
+    LoadModel,
+    MigrateKv,
+    ModelRecord,
+    OperationEnded,
+    OperationProgressed,
+    ReplicaDied,
+    ReplicaReport,
+    ReplicaState,
+    ResizeKv,
+    SetConcurrency,
+    SleepReplica,
+    UnloadReplica,
+    WakeReplica,
+    WorkerCommand,
+    WorkerEvent,
+    WorkerSnapshot,
+)
+from workers.control import Concurrency, Drain, Drained, Failed, Load, Ping, Pong, Progress, Ready, Stop, ToAgent, ToReplica
+
+PING_EVERY_S = 0.5
+PING_UNANSWERED_S = 2.0
+"""A serving replica that leaves a ping unanswered this long is killed."""
+AGENT_STALL_S = 1.0
+"""A longer gap between two steps means that this agent did not run; pings sent before it prove nothing."""
+DRAIN_GRACE_S = 2.0
+"""How long past its bound a drain may answer before the replica is stopped."""
+STOP_GRACE_S = 5.0
+"""How long a replica that was told to stop may take before it is killed."""
+FAILED_EXIT_S = 1.0
+"""How long a replica that reported its own failure, or closed its control connection, may take to exit."""
+KILL_BOUND_S = 10.0
+"""A process that outlives SIGKILL this long is reported; its budget stays charged."""
+SNAPSHOT_EVERY_S = 5.0
+SNAPSHOT_COALESCE_S = 0.2
+"""Changes of counters alone are gathered this long; changes of state are told at once."""
+FAILED_SHOWN_S = 10.0
+"""A failed replica stays in snapshots this long after its process is gone (two full snapshots), then vanishes."""
+REPLICAS_MAX = 128
+OPERATIONS_RUNNING_MAX = 256
+OPERATIONS_ENDED_MAX = 1024
+"""How many ended operations are remembered, to answer a repeated id."""
+LOAD_TIMEOUT_S_MAX = 3600.0
+DRAIN_TIMEOUT_S_MAX = 3600.0
+FAILURE_CHARS_MAX = 600
+_STDERR_LINES_MAX = 6
+
+TRANSITIONS: dict[ReplicaState, tuple[ReplicaState, ...]] = {
+    ReplicaState.ABSENT: (ReplicaState.LOADING, ReplicaState.FAILED),
+    ReplicaState.FETCHING: (ReplicaState.LOADING, ReplicaState.FAILED, ReplicaState.ABSENT),
+    ReplicaState.LOADING: (ReplicaState.FETCHING, ReplicaState.WARMING, ReplicaState.FAILED, ReplicaState.ABSENT),
+    ReplicaState.WARMING: (ReplicaState.READY, ReplicaState.FAILED, ReplicaState.ABSENT),
+    ReplicaState.READY: (ReplicaState.DRAINING, ReplicaState.FAILED),
+    ReplicaState.DRAINING: (ReplicaState.FAILED, ReplicaState.ABSENT),
+    ReplicaState.ASLEEP: (ReplicaState.FAILED, ReplicaState.ABSENT),
+    ReplicaState.FAILED: (ReplicaState.ABSENT,),
+}
+"""What may follow a state (WRK-3). ABSENT waits for its turn to load, or has gone. Nothing reaches ASLEEP yet."""
+
+_LOAD_STATES = (ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING)
+_SERVING_STATES = (ReplicaState.READY, ReplicaState.DRAINING)
+
+# ------------------------------------------------------------------------------------------------------------- the world
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that replicas are charged to; ``memory_bytes`` is what the sum of their budgets may reach."""
+
+    device: DeviceId
+    kind: DeviceKind
+    name: str
+    memory_bytes: int
+    uuid: str = ""
+    """As the driver names it; empty on CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What an agent knows at its start."""
+
+    worker: WorkerId
+    host: str
+    devices: tuple[Device, ...]
+    engines: tuple[EngineType, ...]
+
+
+# ---------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class CommandReceived:
+    """A command came over the bus; ``token`` finds its reply, ``incarnation`` is freshly drawn for a replica it may make."""
+
+    token: str
+    command: WorkerCommand
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpawned:
+    """The process of a ``SpawnReplica`` exists."""
+
+    replica: ReplicaId
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """There is no process and there will be none."""
+
+    replica: ReplicaId
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReceived:
+    """A replica said something."""
+
+    replica: ReplicaId
+    message: ToAgent
+
+
+@dataclass(frozen=True, slots=True)
+class ControlLost:
+    """A replica's end of the control connection closed or sent garbage."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """A process is gone and reaped. ``code`` is negative for a signal, None when nobody can tell."""
+
+    replica: ReplicaId
+    code: int | None
+    stderr_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySampled:
+    """Proportional set sizes of replicas, and used bytes of devices where the driver tells."""
+
+    replicas: tuple[tuple[ReplicaId, int], ...]
+    devices: tuple[tuple[DeviceId, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BusRestored:
+    """The bus was away; what was published meanwhile is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownStarted:
+    """The agent was asked to end; ``drain_s`` bounds the drains."""
+
+    drain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed."""
+
+
+AgentEvent = (
+    CommandReceived
+    | ReplicaSpawned
+    | SpawnFailed
+    | ControlReceived
+    | ControlLost
+    | ProcessExited
+    | MemorySampled
+    | BusRestored
+    | ShutdownStarted
+    | Ticked
+)
+
+# -------------------------------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnReplica:
+    """Start a process; exactly one ``ReplicaSpawned`` or ``SpawnFailed`` answers."""
+
+    replica: ReplicaId
+    device: DeviceId
+    record: ModelRecord
+
+
+@dataclass(frozen=True, slots=True)
+class SendControl:
+    """Say something to a replica; it may be dead already."""
+
+    replica: ReplicaId
+    message: ToReplica
+
+
+@dataclass(frozen=True, slots=True)
+class KillReplica:
+    """Send a signal to a replica's process group; ``ProcessExited`` follows."""
+
+    replica: ReplicaId
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyCommand:
+    """Answer a command."""
+
+    token: str
+    reply: CommandReply
+
+
+@dataclass(frozen=True, slots=True)
+class PublishEvent:
+    """Tell the scheduler."""
+
+    event: WorkerEvent
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSnapshot:
+    """Tell the whole state; a newer one makes an unsent one worthless."""
+
+    snapshot: WorkerSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ExitAgent:
+    """No replica is left; end the process with this code."""
+
+    code: int
+
+
+AgentCommand = SpawnReplica | SendControl | KillReplica | ReplyCommand | PublishEvent | PublishSnapshot | ExitAgent
+
+# ----------------------------------------------------------------------------------------------------------------- state
+
+
+class Process(Enum):
+    """A replica's process, as opposed to the state of its model."""
+
+    QUEUED = "queued"
+    SPAWNING = "spawning"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    KILLED = "killed"
+    GONE = "gone"
+
+
+PROCESS_TRANSITIONS: dict[Process, tuple[Process, ...]] = {
+    Process.QUEUED: (Process.SPAWNING, Process.GONE),
+    Process.SPAWNING: (Process.RUNNING, Process.GONE),
+    Process.RUNNING: (Process.STOPPING, Process.KILLED, Process.GONE),
+    Process.STOPPING: (Process.KILLED, Process.GONE),
+    Process.KILLED: (Process.GONE,),
+    Process.GONE: (),
+}
+"""What may follow: a budget is freed by GONE and by nothing else."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    replica: ReplicaId
+    device: DeviceId
+    record: ModelRecord
+    load_timeout_s: float
+    state_since_s: float
+    state: ReplicaState = ReplicaState.ABSENT
+    process: Process = Process.QUEUED
+    pid: int | None = None
+    ending: bool = False
+    """Told to end by an unload or a shutdown, as opposed to having failed."""
+    failure: str = ""
+    wants_stderr: bool = False
+    """Whether the failure was found by this agent, so that the process's last words add something to it."""
+    served: bool = False
+    drained: bool = False
+    load_operation: OperationId | None = None
+    drain_operations: list[OperationId] = field(default_factory=list)
+    unload_operations: list[OperationId] = field(default_factory=list)
+    load_deadline_s: float | None = None
+    drain_deadline_s: float | None = None
+    kill_at_s: float | None = None
+    kill_bound_s: float | None = None
+    ping_at_s: float | None = None
+    vanish_at_s: float | None = None
+    pings: deque[tuple[int, float]] = field(default_factory=deque)
+    """Number and time of the unanswered ones, oldest first."""
+    pings_sent: int = 0
+    running: int = 0
+    kv_pages_free: int = 0
+    idle_s: float = 0.0
+    counted_s: float = 0.0
+    engine_slots: int = 0
+    slots: int = 0
+    kv_pages: int = 0
+    memory_bytes: int = 0
+    progress: float = 0.0
+    detail: str = ""
+
+    def timers(self) -> Iterator[float]:
+        for at_s in (
+            self.load_deadline_s,
+            self.drain_deadline_s,
+            self.kill_at_s,
+            self.kill_bound_s,
+            self.ping_at_s,
+            self.vanish_at_s,
+        ):
+            if at_s is not None:
+                yield at_s
+        if self.pings:
+            yield self.pings[0][1] + PING_UNANSWERED_S
+
+
+@dataclass(slots=True)
+class _Operation:
+    started_s: float
+    replica: ReplicaId | None
+    refusal: str = ""
+    ended: OperationEnded | None = None
+
+
+class AgentCore:
+    """See the module's docstring. Wants a :class:`Ticked` at :attr:`next_wake_s` and no later than a few 10 ms after."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._devices = {device.device: device for device in settings.devices}
+        self._device_used: dict[DeviceId, int] = {}
+        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._loading: dict[DeviceId, ReplicaId] = {}
+        self._operations: dict[OperationId, _Operation] = {}
+        self._ended: deque[OperationId] = deque()
+        self._epoch_seen = 0
+        self._sequence = 0
+        self._stepped_s = -math.inf
+        self._published_s = -math.inf
+        self._changed = True
+        self._counters_changed = False
+        self._shutting_down = False
+        self._exited = False
+        self._out: list[AgentCommand] = []
+
+    # ---- what the shell may read
+
+    @property
+    def epoch_seen(self) -> int:
+        """The highest epoch of any command; beats carry it."""
+        return self._epoch_seen
+
+    @property
+    def next_wake_s(self) -> float:
+        """When a ``Ticked`` is wanted; never infinite, since full snapshots are periodic."""
+        wakes = [self._published_s + (SNAPSHOT_COALESCE_S if self._counters_changed else SNAPSHOT_EVERY_S)]
+        for replica in self._replicas.values():
+            wakes.extend(replica.timers())
+        return min(wakes)
+
+    def reserved_bytes(self, device: DeviceId) -> int:
+        """The sum of the budgets that are charged to a device now."""
+        return sum(
+            replica.record.budget_bytes
+            for replica in self._replicas.values()
+            if replica.device == device and replica.process is not Process.GONE
+        )
+
+    def snapshot(self, now_s: float) -> WorkerSnapshot:
+        """The whole state, under the last sequence number."""
+        return WorkerSnapshot(
+            worker=self._settings.worker,
+            sequence=self._sequence,
+            epoch_seen=self._epoch_seen,
+            host=self._settings.host,
+            engines=self._settings.engines,
+            devices=tuple(
+                DeviceReport(
+                    device=device.device,
+                    kind=device.kind,
+                    name=device.name,
+                    memory_bytes=device.memory_bytes,
+                    reserved_bytes=self.reserved_bytes(device.device),
+                    used_bytes=self._used_bytes(device.device),
+                )
+                for device in self._settings.devices
+            ),
+            replicas=tuple(self._report(now_s, replica) for replica in self._replicas.values()),
+            draining=self._shutting_down,
+        )
+
+    def _used_bytes(self, device: DeviceId) -> int:
+        if device in self._device_used:
+            return self._device_used[device]
+        return sum(replica.memory_bytes for replica in self._replicas.values() if replica.device == device)
+
+    def _report(self, now_s: float, replica: _Replica) -> ReplicaReport:
+        serves = replica.state in _SERVING_STATES
+        idle = serves and replica.running == 0
+        return ReplicaReport(
+            replica=replica.replica,
+            model_hash=replica.record.model_hash,
+            device=replica.device,
+            state=replica.state,
+            budget_bytes=replica.record.budget_bytes if replica.process is not Process.GONE else 0,
+            running=replica.running if serves else 0,
+            slots=replica.slots if serves else 0,
+            kv_pages_free=replica.kv_pages_free if serves else 0,
+            kv_pages=replica.kv_pages if serves else 0,
+            idle_s=replica.idle_s + now_s - replica.counted_s if idle else 0.0,
+            state_s=now_s - replica.state_since_s,
+            memory_bytes=replica.memory_bytes,
+            failure=replica.failure,
+            progress=replica.progress,
+        )
+
+    # ---- the step
+
+    def step(self, now_s: float, event: AgentEvent) -> list[AgentCommand]:
+        """Applies one event and returns what is to be done, in order."""
+        self._out = []
+        self._forgive_after_stall(now_s)
+        match event:
+            case CommandReceived():
+                self._command(now_s, event)
+            case ReplicaSpawned():
+                self._spawned(now_s, event)
+            case SpawnFailed():
+                self._spawn_failed(now_s, event)
+            case ControlReceived():
+                replica = self._replicas.get(event.replica)
+                if replica is not None and replica.process is not Process.GONE:
+                    self._control(now_s, replica, event.message)
+            case ControlLost():
+                replica = self._replicas.get(event.replica)
+                if replica is not None and replica.process is Process.RUNNING:
+                    # Its exit normally follows at once and says more; this only bounds the wait for it.
+                    self._expect_exit(now_s, replica, FAILED_EXIT_S)
+            case ProcessExited():
+                self._process_exited(now_s, event)
+            case MemorySampled():
+                self._memory_sampled(event)
+            case BusRestored():
+                self._changed = True
+            case ShutdownStarted():
+                self._shut_down(now_s, event.drain_s)
+            case Ticked():
+                for replica in list(self._replicas.values()):
+                    self._tick(now_s, replica)
+            case _:
+                assert_never(event)
+        self._publish(now_s)
+        if self._shutting_down and not self._exited and all(r.process is Process.GONE for r in self._replicas.values()):
+            self._exited = True
+            self._out.append(ExitAgent(code=0))
+        return self._out
+
+    def _publish(self, now_s: float) -> None:
+        age_s = now_s - self._published_s
+        due = self._changed or age_s >= SNAPSHOT_EVERY_S or (self._counters_changed and age_s >= SNAPSHOT_COALESCE_S)
+        if due:
+            self._changed = self._counters_changed = False
+            self._published_s = now_s
+            self._sequence += 1
+            self._out.append(PublishSnapshot(snapshot=self.snapshot(now_s)))
+
+    def _forgive_after_stall(self, now_s: float) -> None:
+        if now_s - self._stepped_s > AGENT_STALL_S:
+            for replica in self._replicas.values():
+                replica.pings = deque((number, now_s) for number, _ in replica.pings)
+        self._stepped_s = now_s
+
+    # ---- commands
+
+    def _command(self, now_s: float, event: CommandReceived) -> None:
+        command = event.command
+        if command.epoch < self._epoch_seen:
+            detail = f"epoch {command.epoch} is over; epoch {self._epoch_seen} was seen"
+            self._reply(event.token, command.operation, CommandOutcome.STALE_EPOCH, detail)
+            return
+        self._epoch_seen = command.epoch
+        known = self._operations.get(command.operation)
+        if known is not None:
+            self._repeat(event.token, command.operation, known)
+            return
+        refusal = self._admission_refusal() or self._refusal(command)
+        if refusal:
+            self._operations[command.operation] = _Operation(started_s=now_s, replica=None, refusal=refusal)
+            self._remember_ended(command.operation)
+            self._reply(event.token, command.operation, CommandOutcome.REFUSED, refusal)
+            return
+        self._operations[command.operation] = _Operation(started_s=now_s, replica=None)
+        self._reply(event.token, command.operation, CommandOutcome.ACCEPTED, "")
+        self._apply(now_s, command, event.incarnation)
+
+    def _repeat(self, token: str, operation: OperationId, known: _Operation) -> None:
+        if known.refusal:
+            self._reply(token, operation, CommandOutcome.REFUSED, known.refusal)
+            return
+        self._reply(token, operation, CommandOutcome.REPEATED, "")
+        if known.ended is not None:
+            self._out.append(PublishEvent(event=known.ended))
+
+    def _reply(self, token: str, operation: OperationId, outcome: CommandOutcome, detail: str) -> None:
+        reply = CommandReply(operation=operation, outcome=outcome, epoch_seen=self._epoch_seen, detail=detail)
+        self._out.append(ReplyCommand(token=token, reply=reply))
+
+    def _admission_refusal(self) -> str:
+        if self._shutting_down:
+            return "this worker is shutting down"
+        if len(self._operations) - len(self._ended) >= OPERATIONS_RUNNING_MAX:
+            return f"{OPERATIONS_RUNNING_MAX} operations run already"
+        return ""
+
+    def _refusal(self, command: WorkerCommand) -> str:
+        """Why a command cannot be applied; empty when it can. Reads only, so that asking changes nothing."""
+        match command:
+            case LoadModel():
+                return self._load_refusal(command)
+            case DrainReplica():
+                return self._drain_refusal(command)
+            case UnloadReplica():
+                return self._unload_refusal(command)
+            case SetConcurrency():
+                return self._concurrency_refusal(command)
+            case SleepReplica():
+                return "sleep-replica is not offered by this engine"
+            case WakeReplica():
+                return "wake-replica is not offered by this engine"
+            case EvictKv():
+                return "evict-kv is not offered by this engine"
+            case ResizeKv():
+                return "resize-kv is not offered by this engine"
+            case MigrateKv():
+                return "migrate-kv is not offered by this engine"
+            case _:
+                assert_never(command)
+
+    def _load_refusal(self, command: LoadModel) -> str:
+        device = self._devices.get(command.device)
+        record = command.record
+        if device is None:
+            return f"there is no device {command.device}; this worker has {', '.join(self._devices) or 'none'}"
+        if record.engine_type not in self._settings.engines:
+            return f"engine {record.engine_type.value} is not offered by this worker"
+        if not is_token(command.replica_name) or len(command.replica_name) > 48:
+            return "replica_name: use 1 to 48 letters, digits, '-' or '_'"
+        if not 0 < command.timeout_s <= LOAD_TIMEOUT_S_MAX:
+            return f"timeout_s {command.timeout_s}: use more than 0 and at most {LOAD_TIMEOUT_S_MAX:g}"
+        if len(self._replicas) >= REPLICAS_MAX:
+            return f"{REPLICAS_MAX} replicas are here already"
+        if record.budget_bytes < 0:
+            return f"budget_bytes {record.budget_bytes}: must not be negative"
+        free_bytes = device.memory_bytes - self.reserved_bytes(device.device)
+        if record.budget_bytes > free_bytes:
+            return (
+                f"{record.name} needs {record.budget_bytes} bytes on {device.device}; "
+                f"{free_bytes} of {device.memory_bytes} bytes are free"
+            )
+        return ""
+
+    def _drain_refusal(self, command: DrainReplica) -> str:
+        replica = self._replicas.get(command.replica)
+        if replica is None:
+            return f"replica {command.replica} is not here"
+        if not 0 <= command.timeout_s <= DRAIN_TIMEOUT_S_MAX:
+            return f"timeout_s {command.timeout_s}: use 0 to {DRAIN_TIMEOUT_S_MAX:g}"
+        if replica.state not in _SERVING_STATES or replica.process is not Process.RUNNING:
+            return f"replica {command.replica} is {self._condition(replica)}; only a ready one can drain"
+        return ""
+
+    def _unload_refusal(self, command: UnloadReplica) -> str:
+        replica = self._replicas.get(command.replica)
+        if replica is None:
+            return f"replica {command.replica} is not here"
+        harmless = replica.drained or replica.process is Process.QUEUED or replica.state is ReplicaState.FAILED
+        if not (command.force or harmless or replica.ending):
+            return f"replica {command.replica} is {self._condition(replica)} and has not drained; drain it or use force"
+        return ""
+
+    def _concurrency_refusal(self, command: SetConcurrency) -> str:
+        replica = self._replicas.get(command.replica)
+        if replica is None:
+            return f"replica {command.replica} is not here"
+        if replica.state is not ReplicaState.READY or replica.process is not Process.RUNNING:
+            return f"replica {command.replica} is {self._condition(replica)}; only a ready one takes this"
+        if not 1 <= command.slots <= replica.engine_slots:
+            return f"slots {command.slots}: this engine takes 1 to {replica.engine_slots}"
+        return ""
+
+    @staticmethod
+    def _condition(replica: _Replica) -> str:
+        if replica.process in (Process.STOPPING, Process.KILLED):
+            return "ending"
+        return "queued" if replica.process is Process.QUEUED else replica.state.value
+
+    def _apply(self, now_s: float, command: WorkerCommand, incarnation: str) -> None:
+        operation = self._operations[command.operation]
+        match command:
+            case LoadModel():
+                replica = _Replica(
+                    replica=ReplicaId(f"{command.replica_name}-{incarnation}"),
+                    device=command.device,
+                    record=command.record,
+                    load_timeout_s=command.timeout_s,
+                    state_since_s=now_s,
+                    load_operation=command.operation,
+                )
+                assert replica.replica not in self._replicas, "an incarnation is never drawn twice"
+                operation.replica = replica.replica
+                self._replicas[replica.replica] = replica
+                self._changed = True
+                self._progressed(replica, "accepted")
+                self._load_next(now_s, command.device)
+            case DrainReplica():
+                replica = self._replicas[command.replica]
+                operation.replica = command.replica
+                if replica.drained:
+                    self._end(now_s, command.operation, "")
+                    return
+                replica.drain_operations.append(command.operation)
+                self._drain(now_s, replica, command.timeout_s)
+            case UnloadReplica():
+                replica = self._replicas[command.replica]
+                operation.replica = command.replica
+                replica.unload_operations.append(command.operation)
+                if replica.process is Process.GONE:
+                    self._end(now_s, command.operation, "")
+                    self._forget(replica)
+                    return
+                self._wind_up(now_s, replica, gently=replica.state in _SERVING_STATES)
+            case SetConcurrency():
+                replica = self._replicas[command.replica]
+                operation.replica = command.replica
+                replica.slots = command.slots
+                self._changed = True
+                self._out.append(SendControl(replica=replica.replica, message=Concurrency(slots=command.slots)))
+                self._end(now_s, command.operation, "")
+            case SleepReplica() | WakeReplica() | EvictKv() | ResizeKv() | MigrateKv():
+                raise AssertionError("refused before")
+            case _:
+                assert_never(command)
+
+    # ---- the ends of operations
+
+    def _progressed(self, replica: _Replica, detail: str) -> None:
+        if replica.load_operation is not None:
+            self._out.append(
+                PublishEvent(
+                    event=OperationProgressed(
+                        worker=self._settings.worker,
+                        operation=replica.load_operation,
+                        replica=replica.replica,
+                        state=replica.state,
+                        detail=detail,
+                    )
+                )
+            )
+
+    def _end(self, now_s: float, operation_id: OperationId, failure: str) -> None:
+        operation = self._operations[operation_id]
+        assert operation.ended is None, "an operation ends once"
+        operation.ended = OperationEnded(
+            worker=self._settings.worker,
+            operation=operation_id,
+            replica=operation.replica,
+            failure=failure,
+            took_s=now_s - operation.started_s,
+        )
+        self._out.append(PublishEvent(event=operation.ended))
+        self._remember_ended(operation_id)
+
+    def _remember_ended(self, operation_id: OperationId) -> None:
+        self._ended.append(operation_id)
+        if len(self._ended) > OPERATIONS_ENDED_MAX:
+            del self._operations[self._ended.popleft()]
+
+    def _end_all(self, now_s: float, replica: _Replica, *, unload_failure: str) -> None:
+        """Ends whatever waits for this replica, in the order load, drains, unloads."""
+        if replica.load_operation is not None:
+            self._end(now_s, replica.load_operation, replica.failure or "unloaded before it was ready")
+            replica.load_operation = None
+        for operation_id in replica.drain_operations:
+            self._end(now_s, operation_id, replica.failure or "unloaded before it had drained")
+        for operation_id in replica.unload_operations:
+            self._end(now_s, operation_id, unload_failure)
+        replica.drain_operations.clear()
+        replica.unload_operations.clear()
+
+    # ---- from load to ready
+
+    def _load_next(self, now_s: float, device: DeviceId) -> None:
+        if device in self._loading:
+            return
+        for replica in self._replicas.values():
+            if replica.device == device and replica.process is Process.QUEUED:
+                self._loading[device] = replica.replica
+                replica.load_deadline_s = now_s + replica.load_timeout_s
+                self._go_process(replica, Process.SPAWNING)
+                self._go(now_s, replica, ReplicaState.LOADING)
+                self._out.append(SpawnReplica(replica=replica.replica, device=device, record=replica.record))
+                self._progressed(replica, "starting the process")
+                return
+
+    def _loaded(self, now_s: float, replica: _Replica) -> None:
+        """Lets the next load begin: this one is ready or gone."""
+        if self._loading.get(replica.device) == replica.replica:
+            del self._loading[replica.device]
+            self._load_next(now_s, replica.device)
+
+    def _spawned(self, now_s: float, event: ReplicaSpawned) -> None:
+        replica = self._replicas[event.replica]
+        replica.pid = event.pid
+        self._go_process(replica, Process.RUNNING)
+        if replica.ending or replica.failure:
+            self._kill(now_s, replica)
+
+    def _spawn_failed(self, now_s: float, event: SpawnFailed) -> None:
+        replica = self._replicas[event.replica]
+        if not replica.ending and not replica.failure:
+            self._fail(now_s, replica, f"the process could not be started: {_one_line(event.detail)}")
+        self._gone(now_s, replica)
+
+    def _control(self, now_s: float, replica: _Replica, message: ToAgent) -> None:
+        match message:
+            case Pong():
+                while replica.pings and replica.pings[0][0] <= message.number:
+                    replica.pings.popleft()
+            case Progress():
+                self._progress(now_s, replica, message)
+            case Ready():
+                self._ready(now_s, replica, message)
+            case Load():
+                counters = (replica.running, replica.kv_pages_free)
+                replica.running = message.running + message.waiting
+                replica.kv_pages_free = message.kv_pages_free
+                replica.idle_s = message.idle_s
+                replica.counted_s = now_s
+                self._counters_changed |= counters != (replica.running, replica.kv_pages_free)
+            case Drained():
+                self._drained(now_s, replica)
+            case Failed():
+                if replica.process is Process.RUNNING:
+                    self._fail(now_s, replica, _one_line(message.detail))
+                    self._expect_exit(now_s, replica, FAILED_EXIT_S)
+            case _:
+                assert_never(message)
+
+    def _progress(self, now_s: float, replica: _Replica, message: Progress) -> None:
+        # A late or odd report changes nothing: only the states of a load are the replica's to tell.
+        if replica.state not in _LOAD_STATES or replica.ending or message.state not in _LOAD_STATES:
+            return
+        moves = message.state is not replica.state and message.state in TRANSITIONS[replica.state]
+        news = moves or message.detail != replica.detail
+        if moves:
+            self._go(now_s, replica, message.state)
+        if replica.progress != message.progress:
+            replica.progress = message.progress
+            self._counters_changed = True
+        if news:
+            replica.detail = message.detail
+            self._progressed(replica, _one_line(message.detail))
+
+    def _ready(self, now_s: float, replica: _Replica, message: Ready) -> None:
+        if replica.ending or replica.process is not Process.RUNNING or replica.state not in _LOAD_STATES:
+            return
+        if replica.state is not ReplicaState.WARMING:
+            self._fail(now_s, replica, "the replica reported ready without a warm-up")
+            self._kill(now_s, replica)
+            return
+        self._go(now_s, replica, ReplicaState.READY)
+        replica.served = True
+        replica.progress = 1.0
+        replica.load_deadline_s = None
+        replica.engine_slots = replica.slots = message.info.slots
+        replica.kv_pages = replica.kv_pages_free = message.info.kv_pages
+        replica.counted_s = now_s
+        replica.ping_at_s = now_s + PING_EVERY_S
+        assert replica.load_operation is not None, "a load runs until its replica is ready"
+        self._end(now_s, replica.load_operation, "")
+        replica.load_operation = None
+        self._loaded(now_s, replica)
+
+    # ---- from ready to gone
+
+    def _drain(self, now_s: float, replica: _Replica, timeout_s: float) -> None:
+        deadline_s = now_s + timeout_s + DRAIN_GRACE_S
+        if replica.state is ReplicaState.DRAINING and replica.drain_deadline_s is not None:
+            if deadline_s >= replica.drain_deadline_s:
+                return
+        else:
+            self._go(now_s, replica, ReplicaState.DRAINING)
+        replica.drain_deadline_s = deadline_s
+        self._out.append(SendControl(replica=replica.replica, message=Drain(timeout_s=timeout_s)))
+
+    def _drained(self, now_s: float, replica: _Replica) -> None:
+        if replica.state is not ReplicaState.DRAINING or replica.drained:
+            return
+        replica.drained = True
+        replica.drain_deadline_s = None
+        self._changed = True
+        for operation_id in replica.drain_operations:
+            self._end(now_s, operation_id, "")
+        replica.drain_operations.clear()
+        if self._shutting_down:
+            self._wind_up(now_s, replica, gently=True)
+
+    def _wind_up(self, now_s: float, replica: _Replica, *, gently: bool) -> None:
+        """Ends a replica on purpose: a serving one is asked, one that holds no request yet is killed."""
+        replica.ending = True
+        self._changed = True
+        match replica.process:
+            case Process.QUEUED:
+                self._gone(now_s, replica)
+            case Process.RUNNING:
+                if gently:
+                    if replica.state is ReplicaState.READY:
+                        self._go(now_s, replica, ReplicaState.DRAINING)
+                    self._stop(now_s, replica)
+                else:
+                    self._kill(now_s, replica)
+            case Process.SPAWNING | Process.STOPPING | Process.KILLED | Process.GONE:
+                pass  # a process that is being made is killed as soon as its pid is known; the others end already
+            case _:
+                assert_never(replica.process)
+
+    def _stop(self, now_s: float, replica: _Replica) -> None:
+        self._out.append(SendControl(replica=replica.replica, message=Stop()))
+        self._expect_exit(now_s, replica, STOP_GRACE_S)
+
+    def _expect_exit(self, now_s: float, replica: _Replica, grace_s: float) -> None:
+        self._go_process(replica, Process.STOPPING)
+        self._quiet(replica)
+        replica.kill_at_s = now_s + grace_s
+
+    def _kill(self, now_s: float, replica: _Replica) -> None:
+        self._go_process(replica, Process.KILLED)
+        self._quiet(replica)
+        replica.kill_bound_s = now_s + KILL_BOUND_S
+        self._out.append(KillReplica(replica=replica.replica, signal=signal.SIGKILL))
+
+    @staticmethod
+    def _quiet(replica: _Replica) -> None:
+        """Clears the timers of a life that is over."""
+        replica.load_deadline_s = replica.drain_deadline_s = replica.ping_at_s = replica.kill_at_s = None
+        replica.pings.clear()
+
+    def _fail(self, now_s: float, replica: _Replica, failure: str) -> None:
+        replica.failure = failure
+        self._go(now_s, replica, ReplicaState.FAILED)
+
+    def _process_exited(self, now_s: float, event: ProcessExited) -> None:
+        replica = self._replicas.get(event.replica)
+        if replica is None or replica.process is Process.GONE:
+            return
+        words = _last_words(event.stderr_tail)
+        if replica.failure:
+            if replica.wants_stderr and words:
+                replica.failure = _bounded(f"{replica.failure}: {words}")
+        elif not replica.ending:
+            failure = f"the process {_exit_text(event.code)} while {replica.state.value}"
+            self._fail(now_s, replica, _bounded(f"{failure}: {words}" if words else failure))
+        self._gone(now_s, replica)
+
+    def _gone(self, now_s: float, replica: _Replica) -> None:
+        """The process does not exist (any more): its budget is free, its operations end, the next load begins."""
+        self._go_process(replica, Process.GONE)
+        self._quiet(replica)
+        replica.kill_bound_s = None
+        replica.memory_bytes = 0
+        self._changed = True
+        if replica.served and replica.failure:
+            self._out.append(
+                PublishEvent(
+                    event=ReplicaDied(worker=self._settings.worker, replica=replica.replica, detail=replica.failure)
+                )
+            )
+        self._end_all(now_s, replica, unload_failure="")
+        if replica.failure and not replica.ending:
+            replica.vanish_at_s = now_s + FAILED_SHOWN_S
+        else:
+            self._forget(replica)
+        self._loaded(now_s, replica)
+
+    def _forget(self, replica: _Replica) -> None:
+        del self._replicas[replica.replica]
+        self._changed = True
+
+    # ---- time
+
+    def _tick(self, now_s: float, replica: _Replica) -> None:
+        if replica.load_deadline_s is not None and now_s >= replica.load_deadline_s:
+            self._load_timed_out(now_s, replica)
+        if replica.drain_deadline_s is not None and now_s >= replica.drain_deadline_s:
+            self._fail(now_s, replica, "the replica did not drain within its bound and was stopped")
+            self._stop(now_s, replica)
+        if replica.kill_at_s is not None and now_s >= replica.kill_at_s:
+            if not replica.failure and not replica.ending:
+                self._fail(now_s, replica, "the replica closed its control connection and did not exit")
+            self._kill(now_s, replica)
+        if replica.kill_bound_s is not None and now_s >= replica.kill_bound_s:
+            self._outlived_kill(now_s, replica)
+        if replica.pings and now_s >= replica.pings[0][1] + PING_UNANSWERED_S:
+            replica.wants_stderr = True
+            self._fail(now_s, replica, f"the replica left a ping unanswered for {PING_UNANSWERED_S:g} s and was killed")
+            self._kill(now_s, replica)
+        if replica.ping_at_s is not None and now_s >= replica.ping_at_s:
+            replica.pings_sent += 1
+            replica.pings.append((replica.pings_sent, now_s))
+            replica.ping_at_s = now_s + PING_EVERY_S
+            self._out.append(SendControl(replica=replica.replica, message=Ping(number=replica.pings_sent)))
+        if replica.vanish_at_s is not None and now_s >= replica.vanish_at_s:
+            self._forget(replica)
+
+    def _load_timed_out(self, now_s: float, replica: _Replica) -> None:
+        replica.wants_stderr = True
+        failure = f"the load did not end within {replica.load_timeout_s:g} s, it was {replica.state.value}"
+        self._fail(now_s, replica, failure)
+        replica.load_deadline_s = None
+        if replica.process is Process.RUNNING:
+            self._kill(now_s, replica)
+
+    def _outlived_kill(self, now_s: float, replica: _Replica) -> None:
+        detail = f"process {replica.pid} outlived SIGKILL by {KILL_BOUND_S:g} s; its memory stays charged"
+        if not replica.failure:
+            self._fail(now_s, replica, detail)
+        self._end_all(now_s, replica, unload_failure=detail)
+        replica.kill_bound_s = now_s + KILL_BOUND_S
+        self._out.append(KillReplica(replica=replica.replica, signal=signal.SIGKILL))
+        self._loaded(now_s, replica)
+
+    def _memory_sampled(self, event: MemorySampled) -> None:
+        for replica_id, memory_bytes in event.replicas:
+            replica = self._replicas.get(replica_id)
+            if replica is not None and replica.process is not Process.GONE and replica.memory_bytes != memory_bytes:
+                replica.memory_bytes = memory_bytes
+                self._counters_changed = True
+        for device, used_bytes in event.devices:
+            self._counters_changed |= self._device_used.get(device) != used_bytes
+            self._device_used[device] = used_bytes
+
+    def _shut_down(self, now_s: float, drain_s: float) -> None:
+        if self._shutting_down:
+            return
+        self._shutting_down = True
+        self._changed = True
+        # Queued loads first: ending a running load would start the next one.
+        for replica in sorted(self._replicas.values(), key=lambda r: (r.process is not Process.QUEUED, r.replica)):
+            if replica.state in _SERVING_STATES and replica.process is Process.RUNNING and not replica.drained:
+                self._drain(now_s, replica, drain_s)
+            else:
+                self._wind_up(now_s, replica, gently=replica.state in _SERVING_STATES)
+
+    # ---- the tables
+
+    def _go(self, now_s: float, replica: _Replica, state: ReplicaState) -> None:
+        assert state in TRANSITIONS[replica.state], f"{replica.state.value} -> {state.value}"
+        replica.state = state
+        replica.state_since_s = now_s
+        self._changed = True
+
+    @staticmethod
+    def _go_process(replica: _Replica, process: Process) -> None:
+        assert process in PROCESS_TRANSITIONS[replica.process], f"{replica.process.value} -> {process.value}"
+        replica.process = process
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "exited"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _one_line(text: str) -> str:
+    return _bounded(" ".join(text.split()))
+
+
+def _last_words(stderr_tail: str) -> str:
+    lines = [line.strip() for line in stderr_tail.splitlines() if line.strip()]
+    return " | ".join(lines[-_STDERR_LINES_MAX:])
+
+
+def _bounded(text: str) -> str:
+    """The end of a too long text is kept: the last line of a traceback says most, and so does the head of our sentence."""
+    if len(text) <= FAILURE_CHARS_MAX:
+        return text
+    head = FAILURE_CHARS_MAX // 3
+    return f"{text[:head]} ... {text[len(text) - (FAILURE_CHARS_MAX - head - 5) :]}"
