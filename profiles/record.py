@@ -2,19 +2,265 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
-from profiles.service import ModelService
-from subjects.messages import ModelRecord
+from profiles import capacity, hashing
+from profiles.paths import models_dir
+from profiles.service import ModelService, parse_size
+from subjects.errors import ConfigError
+from subjects.ids import ModelHash
+from subjects.messages import EngineType, ModelRecord
 
 Progress = Callable[[str], None]
+
+BUILTIN_PREFIX = "builtin:"
+_TINY = re.compile(r"tiny-(\d{1,9})")
+_SIMULATED_WEIGHTS_BYTES = 1 << 30
+_SIMULATED_KV_BYTES_PER_TOKEN = 16 << 10
+_SIMULATED_CONTEXT_LEN = 8192
+_SIZE_OPTIONS = ("weights_bytes", "kv_bytes_per_token", "overhead_bytes")
+"""Options of a simulated service that size its record; the engine never sees them."""
 
 
 def build_record(service: ModelService, base_dir: Path, *, progress: Progress | None = None) -> ModelRecord:
     """The record of ``service``; relative sources are below ``base_dir`` (the folder of the YAML file).
 
+    A ``builtin:`` source is made or fetched when it is not in the cache yet; ``progress`` gets a line per step of that. All
+    weight files are hashed, which takes seconds per GB the first time and nothing later.
+
     Raises:
         ConfigError: one line with the field and the remedy.
     """
-    raise NotImplementedError
+    try:
+        match service.spec.engine.type:
+            case EngineType.VLLM:
+                return _vllm_record(service, base_dir, progress)
+            case EngineType.OPENAI_HTTP:
+                return _server_record(service, base_dir)
+            case EngineType.SIMULATED:
+                return _simulated_record(service, base_dir)
+    except ConfigError as error:
+        raise ConfigError(f"{service.metadata.name}: {error}") from None
+
+
+def source_directory(source: str, base_dir: Path, progress: Progress | None = None) -> Path:
+    """The absolute directory that ``source`` names; built-in models are made or fetched when they are not there yet.
+
+    Raises:
+        ConfigError: an unknown built-in model, or it could not be fetched.
+    """
+    if not source.startswith(BUILTIN_PREFIX):
+        return (base_dir / Path(source).expanduser()).resolve()
+    builtin = source.removeprefix(BUILTIN_PREFIX)
+    if builtin in ("smollm2", "smollm2-135m-instruct"):
+        from profiles.smollm2 import ensure_smollm2
+
+        return ensure_smollm2(progress)
+    if match := _TINY.fullmatch(builtin):
+        from profiles.tiny import make_tiny
+
+        directory = models_dir() / builtin
+        return directory if (directory / "config.json").is_file() else make_tiny(builtin, directory, seed=int(match[1]))
+    raise ConfigError(
+        f"spec.source: unknown built-in model {builtin!r}; use builtin:smollm2-135m-instruct or builtin:tiny-<seed>"
+    )
+
+
+def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | None) -> ModelRecord:
+    spec, engine = service.spec, service.spec.engine
+    assert spec.source is not None  # the service was checked
+    directory = source_directory(spec.source, base_dir, progress)
+    weights = capacity.read_weights(directory)
+    config = hashing.read_json(directory / "config.json")
+    shape = capacity.read_shape(config, str(directory / "config.json"))
+    dtype = capacity.resolve_dtype(config, engine.dtype)
+    per_token = capacity.kv_bytes_per_token(shape, dtype)
+    context_len = _context_len(engine.max_context_len, shape.max_context_len)
+    kv_bytes = _kv_bytes(service, per_token, context_len)
+    weights_hash = hashing.weights_hash(directory)
+    weights_bytes = weights.loaded_bytes(dtype)
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(f"{directory}: no tokenizer.json; save the model's fast tokenizer there")
+    return _record(
+        service,
+        model_hash=hashing.directory_model_hash(directory, weights_hash, dtype),
+        weights_hash=weights_hash,
+        kv_signature=capacity.kv_signature(shape, dtype, weights_hash, config, engine.block_size),
+        source=str(directory),
+        tokenizer=directory,
+        dtype=dtype,
+        weights_bytes=weights_bytes,
+        per_token=per_token,
+        kv_bytes=kv_bytes,
+        overhead_bytes=capacity.CPU_OVERHEAD_BYTES,
+        context_len=context_len,
+        random_weights=_is_random(directory),
+    )
+
+
+def _server_record(service: ModelService, base_dir: Path) -> ModelRecord:
+    """A server that runs elsewhere takes no memory of our devices, unless its owner says how much."""
+    spec, engine = service.spec, service.spec.engine
+    assert spec.source is not None
+    assert engine.max_context_len is not None  # the service was checked
+    url = spec.source.rstrip("/")
+    model_id = spec.model or service.metadata.name
+    parameters = {"url": url, "model": model_id, "dtype": engine.dtype}
+    model_hash = hashing.parameters_hash("openai_http", parameters)
+    return _record(
+        service,
+        model_hash=model_hash,
+        weights_hash=model_hash,
+        source=url,
+        tokenizer=_tokenizer_directory(service, base_dir),
+        weights_bytes=int((spec.resources.baseline_memory_gb or 0) * 10**9),
+        context_len=engine.max_context_len,
+    )
+
+
+def _simulated_record(service: ModelService, base_dir: Path) -> ModelRecord:
+    spec, engine = service.spec, service.spec.engine
+    baseline_gb = spec.resources.baseline_memory_gb
+    sizes = {
+        "weights_bytes": int(baseline_gb * 10**9) if baseline_gb else _SIMULATED_WEIGHTS_BYTES,
+        "kv_bytes_per_token": _SIMULATED_KV_BYTES_PER_TOKEN,
+        "overhead_bytes": capacity.SIMULATED_OVERHEAD_BYTES,
+    }
+    for option in _SIZE_OPTIONS:
+        value = engine.options.get(option, sizes[option])
+        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if option == "kv_bytes_per_token" else 0):
+            raise ConfigError(f"spec.engine.options.{option}: expected a number of bytes; write a positive whole number")
+        sizes[option] = value
+    context_len = engine.max_context_len or _SIMULATED_CONTEXT_LEN
+    options = {name: value for name, value in engine.options.items() if name not in _SIZE_OPTIONS}
+    parameters = {
+        "name": service.metadata.name,
+        "model": spec.model or "",
+        "version": spec.version,
+        "sizes": sizes,
+        "context": context_len,
+        "seqs": engine.max_num_seqs,
+        "block": engine.block_size,
+        "dtype": engine.dtype,
+        "options": options,
+    }
+    model_hash = hashing.parameters_hash("simulated", parameters)
+    return _record(
+        service,
+        model_hash=model_hash,
+        weights_hash=model_hash,
+        kv_signature=f"{model_hash[:16]}-b{engine.block_size}",
+        source=f"simulated:{service.metadata.name}",
+        tokenizer=_tokenizer_directory(service, base_dir),
+        weights_bytes=sizes["weights_bytes"],
+        per_token=sizes["kv_bytes_per_token"],
+        kv_bytes=_kv_bytes(service, sizes["kv_bytes_per_token"], context_len),
+        overhead_bytes=sizes["overhead_bytes"],
+        context_len=context_len,
+        options=options,
+    )
+
+
+def _record(
+    service: ModelService,
+    *,
+    model_hash: ModelHash,
+    weights_hash: str,
+    source: str,
+    tokenizer: Path | None,
+    weights_bytes: int,
+    context_len: int,
+    kv_signature: str = "",
+    dtype: str = "auto",
+    per_token: int = 0,
+    kv_bytes: int = 0,
+    overhead_bytes: int = 0,
+    random_weights: bool = False,
+    options: dict[str, str | int | float | bool] | None = None,
+) -> ModelRecord:
+    spec, engine, strategy = service.spec, service.spec.engine, service.spec.strategy
+    return ModelRecord(
+        name=service.metadata.name,
+        version=spec.version,
+        model_hash=model_hash,
+        weights_hash=weights_hash,
+        kv_signature=kv_signature,
+        engine_type=engine.type,
+        source=source,
+        aliases=service.metadata.aliases,
+        sla=spec.sla.as_message(),
+        sla_class=strategy.sla_class,
+        tags=strategy.tags,
+        quality_tier=strategy.quality_tier,
+        cost_weight=strategy.cost_weight,
+        dtype=dtype,
+        weights_bytes=weights_bytes,
+        kv_bytes_per_token=per_token,
+        kv_bytes=kv_bytes,
+        overhead_bytes=overhead_bytes,
+        budget_bytes=weights_bytes + kv_bytes + overhead_bytes,
+        block_size=engine.block_size,
+        max_context_len=context_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_output_tokens_default=min(engine.max_output_tokens_default, context_len - 1),
+        warmup_tokens=min(engine.warmup_tokens, context_len // 2),
+        min_replicas=strategy.min_replicas,
+        max_replicas=strategy.max_replicas,
+        pinned=strategy.pinned,
+        allow_co_location=strategy.allow_co_location,
+        fallback=strategy.fallback or "",
+        max_wait_s=strategy.max_wait_s,
+        queue_requests_max=strategy.queue_requests_max,
+        random_weights=random_weights,
+        engine_options=dict(engine.options) if options is None else options,
+        model_id=spec.model or service.metadata.name,
+        tokenizer_source=str(tokenizer) if tokenizer else "",
+        tokenizer_hash=hashing.tokenizer_hash(tokenizer) if tokenizer else "",
+        mode=strategy.mode,
+        supported_dtypes=strategy.supported_dtypes,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        baseline_memory_gb=spec.resources.baseline_memory_gb,
+        compute_efficiency=spec.resources.compute_efficiency,
+        latency_sensitivity=spec.resources.latency_sensitivity,
+    )
+
+
+def _tokenizer_directory(service: ModelService, base_dir: Path) -> Path | None:
+    if service.spec.tokenizer is None:
+        return None
+    directory = (base_dir / Path(service.spec.tokenizer).expanduser()).resolve()
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(f"spec.tokenizer: {directory} has no tokenizer.json; name a folder with a fast tokenizer")
+    return directory
+
+
+def _context_len(declared: int | None, possible: int) -> int:
+    if declared is not None and declared > possible:
+        raise ConfigError(
+            f"spec.engine.max_context_len: {declared} is above the {possible} tokens of the model's config.json; lower it"
+        )
+    return declared if declared is not None else possible
+
+
+def _kv_bytes(service: ModelService, per_token: int, context_len: int) -> int:
+    engine = service.spec.engine
+    if engine.kv_cache_bytes is None:
+        return capacity.kv_default_bytes(per_token, engine.block_size, context_len, engine.max_num_seqs)
+    declared = parse_size(engine.kv_cache_bytes)
+    # One page is the engine's own; the rest must hold at least one longest context, or such a request could never run.
+    pages = declared // (per_token * engine.block_size) - 1
+    needed = capacity.pages_for(context_len, engine.block_size)
+    if pages < needed:
+        raise ConfigError(
+            f"spec.engine.kv_cache_bytes: {declared} bytes hold {max(pages, 0) * engine.block_size} tokens, but "
+            f"max_context_len is {context_len}; give at least {(needed + 1) * per_token * engine.block_size} bytes "
+            "or lower max_context_len"
+        )
+    return declared
+
+
+def _is_random(directory: Path) -> bool:
+    marker = directory / "carpool.json"
+    return marker.is_file() and hashing.read_json(marker).get("random_weights") is True

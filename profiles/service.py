@@ -102,7 +102,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_context_len: Annotated[int, msgspec.Meta(ge=16, le=2**31 - 1)] | None = None
     max_output_tokens_default: PositiveInt = 256
     warmup_tokens: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 4
-    kv_cache_bytes: PositiveInt | Text | None = None
+    kv_cache_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**53)] | Text | None = None
     dtype: LoadDtype = "auto"
     options: dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}$")], str | int | float | bool] = {}
 
@@ -111,7 +111,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """``source`` is a directory (relative to this file), ``builtin:<model>``, or the base URL of a server.
 
     ``model`` is the model's own id, for ``openai_http`` the name that the server knows it by; absent: ``metadata.name``.
-    ``tokenizer`` is a directory with tokenizer files, for engines that do not bring them.
+    ``tokenizer`` is a directory with tokenizer files, for openai_http and simulated.
     """
 
     model: Text | None = None
@@ -303,11 +303,14 @@ def _check_values(value: Any, field: str, at: str, depth: int) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             _check_values(item, f"{field}[{index}]", at, depth + 1)
+    elif isinstance(value, str):
+        if not value.isprintable():
+            raise ConfigError(f"{at}: {field}: holds a line break or control character; write plain text on one line")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{at}: {field}: {value} is not a number one can use; write a finite number")
     elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
         raise ConfigError(f"{at}: {field}: the number has over 63 bits; write a smaller one")
-    elif not isinstance(value, str | int | float | bool | None):
+    elif not isinstance(value, int | float | bool | None):
         raise ConfigError(f"{at}: {field}: YAML reads this as {_kind(value)}; put it in quotes if it is text")
 
 
@@ -353,6 +356,8 @@ def _checked(service: ModelService, at: str) -> ModelService:
     elif engine.type is EngineType.VLLM:
         if spec.source is None:
             raise wrong("spec.source", "is missing; name the model's directory or builtin:smollm2-135m-instruct")
+        if spec.tokenizer is not None:
+            raise wrong("spec.tokenizer", "is not for vllm, which reads the tokenizer of the source; remove the field")
         if "://" in spec.source:
             raise wrong("spec.source", "is a URL; download the model and name its directory")
     return service
@@ -364,7 +369,7 @@ _ALLOWED: dict[str, str] = {
     "strategy.mode": ", ".join(item.value for item in Mode),
     "engine.type": ", ".join(item.value for item in EngineType),
     "engine.dtype": ", ".join(get_args(LoadDtype)),
-    "supported_dtypes[...]": ", ".join(get_args(Dtype)),
+    "supported_dtypes": ", ".join(get_args(Dtype)),
 }
 
 
@@ -381,20 +386,29 @@ def _explain(text: str, document: dict[str, Any]) -> str:
         remedy = f"did you mean '{near[0]}'?" if near else f"known fields here: {', '.join(known)}"
         return f"{prefix}unknown field {_short(key)}; {remedy}"
     if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
-        return f"{prefix}{missing[1]}: is missing; add the line '{missing[1]}: ...'"
+        place = f"{field}.{missing[1]}" if field else missing[1]
+        return f"{place}: is missing; add the line '{missing[1]}: ...'"
     what = what[:1].lower() + what[1:]
     for suffix, allowed in _ALLOWED.items():
-        if field.endswith(suffix):
+        if re.sub(r"\[\d+\]$", "", field).endswith(suffix):
             return f"{prefix}{_plain(what)}; use one of: {allowed}"
+    for formal, common in (("`object`", "a mapping of fields"), ("`array`", "a list"), ("`null`", "nothing")):
+        what = what.replace(formal, common)
+    if "matching regex" in what and not field:
+        # msgspec tells no path for a key; options are the only mapping with free keys.
+        return "spec.engine.options: not a valid option name; use lower-case letters, digits and '_', such as max_num_seqs"
     if "matching regex" in what:
         what = "not a valid name"
-        remedy = "use up to 48 letters, digits, '.', '_' or '-', with a letter or digit first and last"
-    elif "expected `str" in what and re.search(r"got `(int|float|bool|null)`", what):
+        characters = "'.', '_' or '-'" if field.endswith(("name", "fallback")) else "'.', '_', '-', ':' or '/'"
+        remedy = f"use letters, digits, {characters}, with a letter or digit first, and at most 48 characters"
+    elif "expected `str" in what and re.search(r"got `(int|float|bool)`", what):
         remedy = "put the value in quotes"
-    elif "got `null`" in what:
+    elif "got nothing" in what:
         remedy = "give it a value or remove the line"
     elif "got `str`" in what:
         remedy = "write the value without quotes and without a unit"
+    elif re.search(r"[<>]|multiple of", what):
+        remedy = "write a number in that range"
     else:
         remedy = "correct the value"
     return f"{prefix}{_plain(what)}; {remedy}"
