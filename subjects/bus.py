@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from subjects.errors import BusError
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
 
@@ -27,11 +28,12 @@ PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BusMessage:
-    """A core message; ``reply`` is empty when nobody waits for an answer."""
+    """A core or kept message; ``reply`` is empty when nobody waits for an answer, ``sequence`` is 0 unless it is kept."""
 
     subject: str
     payload: bytes
     reply: str = ""
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Bus(Protocol):
         """The largest message the server takes."""
 
     def on_reconnected(self, callback: Callable[[], None]) -> None:
-        """Calls back after every re-established connection."""
+        """Calls back after every re-established connection (and after the first, if that came after the bus was made)."""
 
     async def publish(self, subject: str, payload: bytes) -> None:
         """Sends a core message; at most once.
@@ -117,6 +119,22 @@ class Bus(Protocol):
         Raises:
             NoResponders: nobody listens.
             RequestTimeout: no reply within ``timeout_s``.
+            BusUnavailable, PayloadTooLarge: as for :meth:`publish`.
+        """
+
+    async def request_many(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        on_reply: Callable[[bytes], None],
+        on_error: Callable[[BusError], None],
+    ) -> Subscription:
+        """Sends a request that is answered by any number of messages, until the result is stopped.
+
+        ``on_error`` is called at most once, and then ends it: NoResponders, or BusUnavailable when the connection is lost.
+
+        Raises:
             BusUnavailable, PayloadTooLarge: as for :meth:`publish`.
         """
 
