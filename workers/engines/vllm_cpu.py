@@ -1,0 +1,405 @@
+"""vLLM on the CPU, in this process: its synchronous engine in one thread.
+
+The thread owns the engine. It sleeps while there is no work, else it takes what is in its inbox, makes one step, and hands
+the step's deltas to the event loop as one item. Rendering runs before that, on the event loop and vLLM's tokeniser thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from subjects.errors import EngineError
+from subjects.ids import RequestId
+from subjects.messages import Delta, Failure
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.vllm_process import prepare_process
+from workers.spec import ReplicaSpec
+
+if TYPE_CHECKING:
+    from workers.engines.vllm_openai import Answer, OpenAiLayer
+
+IDLE_STEP_WAIT_S = 0.002
+"""Pause after a step that ran no model (a grammar is still being compiled): work will come, but not from spinning."""
+STOP_TIMEOUT_S = 10.0
+"""A step that does not end in this time belongs to a process that is about to exit anyway."""
+PROBE_TEXT = "Hello"
+
+Key = tuple[RequestId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Aborted:
+    """The engine's thread has dropped this request: nothing of it follows."""
+
+    key: Key
+
+
+_Item = list[Delta] | EngineError | _Aborted
+
+
+class VllmEngine:
+    """The ``vllm`` engine on CPU. One per process: vLLM keeps process globals."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._record = spec.record
+        self._threads = spec.threads
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # What waits here is bounded by the output tokens of the requests that run.
+        self._outbox: asyncio.Queue[_Item] = asyncio.Queue()
+        self._aborting: set[Key] = set()
+        self._admissions: dict[Key, asyncio.Task[None]] = {}
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._error: EngineError | None = None
+        # Below here: written by the engine's thread only.
+        self._engine: Any = None
+        self._scheduler: Any = None
+        self._layer: OpenAiLayer | None = None
+        self._jobs: dict[str, _Job | _Probe] = {}
+        self._kv_pages = 0
+
+    async def start(self) -> EngineInfo:
+        """Builds the engine in its thread (1 to 7 s once vLLM is imported)."""
+        self._loop = asyncio.get_running_loop()
+        built: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(built,), name="vllm-engine", daemon=True)
+        self._thread.start()
+        return await built
+
+    async def warm(self, tokens: int) -> None:
+        """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities."""
+        first = await self._probe(max(tokens, 1))
+        second = await self._probe(max(tokens, 1))
+        if first != second:
+            raise EngineError(f"{self._record.name}: the golden probe gave different tokens twice; the engine is not sane")
+
+    def add(self, request: EngineRequest) -> None:
+        """Renders the request and gives it to the engine's thread."""
+        key = (request.request, request.attempt)
+        if key in self._admissions:
+            return
+        task = asyncio.get_running_loop().create_task(self._admit(request))
+        self._admissions[key] = task
+        task.add_done_callback(lambda _: self._admissions.pop(key, None))
+
+    def abort(self, request: RequestId, attempt: int) -> None:
+        """Stops it before the next step."""
+        key = (request, attempt)
+        admission = self._admissions.get(key)
+        if admission is not None:
+            admission.cancel()
+        if key not in self._aborting:
+            self._aborting.add(key)
+            self._inbox.put(lambda: self._abort(key))
+
+    async def steps(self) -> AsyncIterator[Sequence[Delta]]:
+        """One item per engine step, or per refusal."""
+        while True:
+            item = await self._outbox.get()
+            if isinstance(item, EngineError):
+                raise item
+            if isinstance(item, _Aborted):
+                self._aborting.discard(item.key)
+                continue
+            # What was on its way when the request was aborted stays here.
+            deltas = [delta for delta in item if (delta.request, delta.attempt) not in self._aborting]
+            if deltas:
+                yield deltas
+
+    def load(self) -> EngineLoad:
+        """Counters of vLLM's own scheduler."""
+        if self._scheduler is None:
+            return EngineLoad(running=0, waiting=len(self._admissions), kv_pages_free=self._kv_pages)
+        return EngineLoad(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting) + len(self._admissions),
+            kv_pages_free=self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        )
+
+    async def stop(self) -> None:
+        """Ends the thread after its current step and drops the engine."""
+        if self._thread is None or self._stopping:
+            return
+        self._stopping = True
+        for task in list(self._admissions.values()):
+            task.cancel()
+        self._inbox.put(lambda: None)
+        await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+
+    # ------------------------------------------------------------------------------------------------- on the event loop
+
+    async def _admit(self, request: EngineRequest) -> None:
+        from workers.engines.vllm_openai import Answer, Refused
+
+        layer = self._layer
+        if layer is None:
+            self._outbox.put_nowait(EngineError("the engine was given a request while it was not started"))
+            return
+        try:
+            rendered = await layer.render(request)
+        except Refused as refused:
+            self._outbox.put_nowait([_refused(request, refused.failure)])
+            return
+        answer = Answer(layer, rendered)
+        if rendered.exhausted:
+            self._outbox.put_nowait([answer.finish_exhausted()])
+            return
+        self._inbox.put(lambda: self._add(answer))
+
+    async def _probe(self, tokens: int) -> list[int]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[list[int]] = loop.create_future()
+        self._inbox.put(lambda: self._add_probe(_Probe(loop=loop, done=done), tokens))
+        return await done
+
+    def _post(self, item: _Item) -> None:
+        # The loop may be closed already when a process ends in the middle of a step.
+        with contextlib.suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
+
+    # -------------------------------------------------------------------------------------------- in the engine's thread
+
+    def _run(self, built: asyncio.Future[EngineInfo]) -> None:
+        loop = built.get_loop()
+        try:
+            info = self._build()
+        except BaseException as error:
+            from workers.engines.vllm_process import one_line
+
+            failure = error if isinstance(error, EngineError) else EngineError(f"{self._record.name}: {one_line(error)}")
+            loop.call_soon_threadsafe(_settle, built, None, failure)
+            return
+        loop.call_soon_threadsafe(_settle, built, info, None)
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            self._die(error)
+        finally:
+            self._drop()
+
+    def _build(self) -> EngineInfo:
+        os.environ["OMP_NUM_THREADS"] = str(self._threads)
+        prepare_process(on_cpu=True)
+        import torch
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.detokenizer import uses_fast_detokenizer
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from workers.engines.vllm_openai import OpenAiLayer, engine_arguments, register_architecture
+
+        # OpenMP's thread count belongs to the thread that sets it, and vLLM forbids the call once a worker exists.
+        torch.set_num_threads(self._threads)
+        register_architecture(self._record.source)
+        arguments = {"enforce_eager": True, **engine_arguments(self._record)}
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        scheduler = engine.engine_core.engine_core.scheduler
+        self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
+        self._kv_pages = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._engine, self._scheduler = engine, scheduler
+        return EngineInfo(
+            slots=self._record.max_num_seqs,
+            kv_pages=self._kv_pages,
+            block_size=self._record.block_size,
+            max_context_len=engine.model_config.max_model_len,
+            gives_token_ids=True,
+            continues=uses_fast_detokenizer(engine.get_tokenizer()),
+        )
+
+    def _turn(self) -> None:
+        """Takes the inbox, sleeping on it when there is nothing to generate, and makes one step."""
+        if not self._engine.has_unfinished_requests():
+            self._inbox.get()()
+        self._empty_inbox()
+        if self._stopping or not self._engine.has_unfinished_requests():
+            return
+        outputs = self._engine.step()
+        deltas: list[Delta] = []
+        for output in outputs:
+            job = self._jobs.get(output.request_id)
+            if job is None:
+                continue
+            deltas.extend(job.take(output))
+            if job.ended:
+                self._forget(output.request_id, job)
+        if deltas:
+            self._post(deltas)
+        elif not outputs and not self._scheduler.running:
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=IDLE_STEP_WAIT_S)()
+
+    def _empty_inbox(self) -> None:
+        while True:
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            action()
+
+    def _add(self, answer: Answer) -> None:
+        from workers.engines.vllm_openai import refusal
+
+        rendered = answer.rendered
+        names = []
+        try:
+            for index, prompt in enumerate(rendered.prompts):
+                name = _job_name(rendered.request.request, rendered.request.attempt, index)
+                names.append(name)
+                internal = self._engine.add_request(name, prompt.engine_input, prompt.params)
+                self._jobs[name] = _Job(answer, index)
+                if prompt.rendered_ids:
+                    self._prime(internal, prompt.rendered_ids, rendered.request.sent_token_ids)
+        except Exception as error:
+            # vLLM validates in here too (parameters, schemas); an error leaves its state as it was.
+            for name in names:
+                self._jobs.pop(name, None)
+            self._engine.abort_request(names)
+            self._post([answer.fail(refusal(error))])
+
+    def _prime(self, internal: str, rendered_ids: tuple[int, ...], sent: tuple[int, ...]) -> None:
+        """Puts the detokenizer of a continuation where it would be had it decoded the sent tokens itself.
+
+        vLLM starts one from the whole prompt, which gives a wrong first text when the sent tokens end within a character.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        detokenizer = self._engine.output_processor.request_states[internal].detokenizer
+        detokenizer.stream = DecodeStream(ids=list(rendered_ids), skip_special_tokens=detokenizer.skip_special_tokens)
+        detokenizer.update(list(sent), False)
+        detokenizer.get_next_output_text(finished=False, delta=True)
+
+    def _add_probe(self, probe: _Probe, tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        name = f"probe.{id(probe)}"
+        ids = self._engine.get_tokenizer().encode(PROBE_TEXT) or [0]
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            self._engine.add_request(name, tokens_input(ids), params)
+        except Exception as error:
+            probe.settle([], EngineError(f"{self._record.name}: the golden probe was refused: {type(error).__name__}"))
+            return
+        self._jobs[name] = probe
+
+    def _abort(self, key: Key) -> None:
+        self._remove(key)
+        self._post(_Aborted(key))
+
+    def _remove(self, key: Key) -> None:
+        names = [
+            name
+            for name, job in self._jobs.items()
+            if isinstance(job, _Job) and (job.answer.rendered.request.request, job.answer.rendered.request.attempt) == key
+        ]
+        if names:
+            self._engine.abort_request(names)
+            for name in names:
+                del self._jobs[name]
+
+    def _forget(self, name: str, job: _Job | _Probe) -> None:
+        if isinstance(job, _Probe):
+            del self._jobs[name]
+            return
+        request = job.answer.rendered.request
+        # Ended by a failure, sibling prompts may still run.
+        self._remove((request.request, request.attempt))
+
+    def _die(self, error: BaseException) -> None:
+        from workers.engines.vllm_process import one_line
+
+        self._error = EngineError(f"{self._record.name}: the engine died: {one_line(error)}")
+        for job in self._jobs.values():
+            if isinstance(job, _Probe):
+                job.settle([], self._error)
+        self._post(self._error)
+
+    def _drop(self) -> None:
+        engine, self._engine, self._scheduler, self._layer = self._engine, None, None, None
+        self._jobs.clear()
+        with contextlib.suppress(Exception):
+            engine.engine_core.shutdown()
+            engine.renderer.shutdown()
+
+
+@dataclass(slots=True)
+class _Job:
+    """One prompt of a request inside vLLM."""
+
+    answer: Answer
+    prompt_index: int
+
+    @property
+    def ended(self) -> bool:
+        return self.answer.ended
+
+    def take(self, output: Any) -> list[Delta]:
+        return self.answer.take(self.prompt_index, output)
+
+
+@dataclass(slots=True)
+class _Probe:
+    """The warm-up's own request."""
+
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[list[int]]
+    ended: bool = False
+
+    def take(self, output: Any) -> list[Delta]:
+        self.ended = True
+        part = output.outputs[0]
+        token_ids = list(part.token_ids)
+        chosen = [step[token].logprob for token, step in zip(token_ids, part.logprobs or (), strict=False)]
+        if not token_ids or len(chosen) != len(token_ids) or not all(math.isfinite(each) for each in chosen):
+            self.settle(
+                [], EngineError("the golden probe gave no tokens or no finite probabilities; the engine is not sane")
+            )
+        else:
+            self.settle(token_ids, None)
+        return []
+
+    def settle(self, token_ids: list[int], error: EngineError | None) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(_settle, self.done, token_ids, error)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _job_name(request: RequestId, attempt: int, prompt_index: int) -> str:
+    return f"{request}.{attempt}.{prompt_index}"
+
+
+def _refused(request: EngineRequest, failure: Failure) -> Delta:
+    return Delta(
+        request=request.request,
+        attempt=request.attempt,
+        first_token_index=len(request.sent_token_ids),
+        units=0,
+        end=True,
+        failure=failure,
+    )

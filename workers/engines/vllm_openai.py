@@ -1,0 +1,495 @@
+"""OpenAI semantics by vLLM's own layers: render (body to token ids and parameters) and derender (ids to deltas).
+
+Shared by both vLLM engines; how tokens are generated in between is theirs. vLLM's serving objects are used without their
+engine and without HTTP, so that chat templates, tools, reasoning, log probabilities and parameter checks are exactly those
+of ``vllm serve``. Importing this module imports vLLM: call :func:`workers.engines.vllm_process.prepare_process` first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionNamedToolChoiceParam,
+    ChatCompletionRequest,
+    ChatCompletionResponseStreamChoice,
+)
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
+from vllm.model_executor.models import ModelRegistry
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind
+
+from subjects.errors import EngineError
+from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Usage
+from workers.engines.base import EngineRequest
+
+DEFAULT_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""For models that come without one (tiny ones made for tests and demos)."""
+
+MESSAGE_CHARS_MAX = 2000
+"""A refusal is told to a client; vLLM's can quote a whole schema."""
+
+_LAYER_OPTIONS = ("chat_template", "tool_call_parser", "reasoning_parser")
+
+
+class Refused(Exception):
+    """The request cannot run; ``failure`` is what the client is told."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def engine_arguments(record: ModelRecord) -> dict[str, Any]:
+    """Keyword arguments of vLLM's ``EngineArgs`` for ``record``. KV gets exactly ``record.kv_bytes``.
+
+    Every other key of ``record.engine_options`` is passed on; those of the OpenAI layer are taken out.
+    """
+    options = {name: value for name, value in record.engine_options.items() if name not in _LAYER_OPTIONS}
+    return {
+        "model": record.source,
+        "served_model_name": record.name,
+        "dtype": record.dtype,
+        "max_model_len": record.max_context_len,
+        "block_size": record.block_size,
+        "max_num_seqs": record.max_num_seqs,
+        "kv_cache_memory_bytes": record.kv_bytes,
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+        **options,
+    }
+
+
+def register_architecture(source: str) -> None:
+    """Imports the model's class here, since vLLM would otherwise start a second process (10 s) just to look at it.
+
+    Only where no accelerator can be touched by the import, that is on CPU.
+    """
+    try:
+        names = json.loads((Path(source) / "config.json").read_bytes()).get("architectures") or []
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{source}: config.json cannot be read: {error}") from None
+    for name in names:
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request, ready for vLLM: ``engine_input`` holds the token ids, tokens already sent included."""
+
+    engine_input: Any
+    params: Any
+    prompt_tokens: int
+    new_tokens_max: int
+    """Zero when a continuation has no tokens left to generate."""
+    rendered_ids: tuple[int, ...] = ()
+    """Without the tokens already sent; set only for a continuation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A request after rendering. ``body`` is vLLM's own request object; choices number prompt by prompt."""
+
+    request: EngineRequest
+    body: Any
+    prompts: tuple[Prompt, ...]
+    choices_per_prompt: int
+    echo_text: tuple[str, ...] = ()
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether this is a continuation whose tokens were all sent already."""
+        return bool(self.request.sent_token_ids) and self.prompts[0].new_tokens_max == 0
+
+
+class OpenAiLayer:
+    """Render and derender for one started model."""
+
+    def __init__(self, record: ModelRecord, vllm_config: Any, renderer: Any, input_processor: Any) -> None:
+        model_config = vllm_config.model_config
+        tokenizer = renderer.get_tokenizer()
+        template = record.engine_options.get("chat_template") or None
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            template = DEFAULT_CHAT_TEMPLATE
+        tool_parser = record.engine_options.get("tool_call_parser") or None
+        reasoning_parser = record.engine_options.get("reasoning_parser") or ""
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.online_renderer = OnlineRenderer(
+            model_config,
+            renderer,
+            request_logger=None,
+            chat_template=template,
+            chat_template_content_format="auto",
+            enable_auto_tools=tool_parser is not None,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+        )
+        client = SimpleNamespace(
+            model_config=model_config, renderer=renderer, input_processor=input_processor, vllm_config=vllm_config
+        )
+        self.chat = OpenAIServingChat(
+            client,
+            None,
+            "assistant",
+            online_renderer=self.online_renderer,
+            request_logger=None,
+            chat_template=template,
+            chat_template_content_format="auto",
+            reasoning_parser=reasoning_parser,
+            enable_auto_tools=tool_parser is not None,
+            tool_parser=tool_parser,
+        )
+        self.completion = OpenAIServingCompletion(client, None, online_renderer=self.online_renderer, request_logger=None)
+
+    async def render(self, request: EngineRequest) -> Rendered:
+        """Body to prompts. Tokenising runs on vLLM's own thread.
+
+        Raises:
+            Refused: the body or its parameters are not acceptable.
+        """
+        try:
+            return await (self._render_chat if request.endpoint is Endpoint.CHAT else self._render_completion)(request)
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused(refusal(error)) from None
+
+    async def _render_chat(self, request: EngineRequest) -> Rendered:
+        body = ChatCompletionRequest.model_validate_json(request.body)
+        _check_body(body, request)
+        if request.prompt_token_ids:
+            # vLLM's own door for prompts that were tokenised elsewhere; templating and tokenising are skipped.
+            body.kv_transfer_params = {"prompt_token_ids": list(request.prompt_token_ids)}
+        result = await self.online_renderer.render_chat(body)
+        if isinstance(result, ErrorResponse):
+            raise Refused(_failure_of(result))
+        body.kv_transfer_params = None
+        conversation, engine_inputs = result
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        echo = ""
+        if body.echo and conversation and conversation[-1].get("role") == self.chat.get_chat_request_role(body):
+            echo = _plain_text(conversation[-1].get("content"))
+        return Rendered(
+            request=request,
+            body=body,
+            prompts=tuple(self._prompt(request, body, self.chat, each, limit) for each in engine_inputs),
+            choices_per_prompt=body.n or 1,
+            echo_text=(echo,) * len(engine_inputs) if echo else (),
+            template_arguments=self.chat._effective_chat_template_kwargs(body),
+        )
+
+    async def _render_completion(self, request: EngineRequest) -> Rendered:
+        body = CompletionRequest.model_validate_json(request.body)
+        _check_body(body, request)
+        if request.prompt_token_ids:
+            body.prompt = list(request.prompt_token_ids)
+        result = await self.online_renderer.render_completion(body)
+        if isinstance(result, ErrorResponse):
+            raise Refused(_failure_of(result))
+        return Rendered(
+            request=request,
+            body=body,
+            prompts=tuple(self._prompt(request, body, self.completion, each, body.max_tokens) for each in result),
+            choices_per_prompt=body.n or 1,
+            echo_text=tuple(each.get("prompt") or "" for each in result) if body.echo else (),
+        )
+
+    def _prompt(self, request: EngineRequest, body: Any, serving: Any, engine_input: Any, limit: int | None) -> Prompt:
+        rendered_ids = engine_input["prompt_token_ids"]
+        tokens = get_max_tokens(
+            self.model_config.max_model_len,
+            limit,
+            len(rendered_ids),
+            serving.default_sampling_params,
+            serving.override_max_tokens,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )
+        if request.max_tokens > 0:
+            tokens = min(tokens, request.max_tokens)
+        sent = request.sent_token_ids
+        if sent:
+            tokens -= len(sent)
+        # A continuation without tokens left never reaches the engine, but vLLM refuses parameters for zero tokens.
+        params = body.to_sampling_params(max(tokens, 1) if sent else tokens, serving.default_sampling_params)
+        params.output_kind = RequestOutputKind.DELTA
+        params.stream_interval = None
+        if sent:
+            _check_continuation(body, params)
+        return Prompt(
+            engine_input={
+                **engine_input,
+                "prompt_token_ids": [*rendered_ids, *sent],
+                **({"cache_salt": request.cache_salt} if request.cache_salt else {}),
+            },
+            params=params,
+            prompt_tokens=len(rendered_ids),
+            new_tokens_max=max(tokens, 0),
+            rendered_ids=tuple(rendered_ids) if sent else (),
+        )
+
+    def parsers(self, rendered: Rendered) -> list[Any]:
+        """One stateful tool and reasoning parser per choice; none where the model has no parser."""
+        choices = len(rendered.prompts) * rendered.choices_per_prompt
+        if rendered.request.endpoint is not Endpoint.CHAT or self.chat.parser_cls is None:
+            return [None] * choices
+        return [self.chat._make_parser(rendered.body, self.tokenizer, rendered.template_arguments) for _ in range(choices)]
+
+
+class Answer:
+    """Derenders one request: vLLM's outputs in, deltas out. Used from one thread at a time."""
+
+    def __init__(self, layer: OpenAiLayer, rendered: Rendered) -> None:
+        self.rendered = rendered
+        self.ended = False
+        self._layer = layer
+        self._chat = rendered.request.endpoint is Endpoint.CHAT
+        self._parsers = layer.parsers(rendered)
+        choices = len(self._parsers)
+        sent = len(rendered.request.sent_token_ids)
+        self._next_index = [sent] * choices
+        self._finished = [False] * choices
+        self._echoed = [not rendered.echo_text] * choices
+        self._tools_streamed = [False] * choices
+        self._text_offset = [0] * choices
+        self._cached: dict[int, int] = {}
+
+    def take(self, prompt_index: int, output: Any) -> list[Delta]:
+        """Deltas of one vLLM ``RequestOutput`` in delta form, for the prompt with this index."""
+        if self.ended:
+            return []
+        self._cached.setdefault(prompt_index, output.num_cached_tokens or 0)
+        deltas: list[Delta] = []
+        for part in output.outputs:
+            choice = part.index + prompt_index * self.rendered.choices_per_prompt
+            if self._finished[choice]:
+                continue
+            if part.finish_reason == "error":
+                return [*deltas, self.fail(self._generation_failure())]
+            delta = self._delta(choice, prompt_index, output, part)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def fail(self, failure: Failure) -> Delta:
+        """The delta that ends the request with ``failure``."""
+        self.ended = True
+        request = self.rendered.request
+        return Delta(
+            request=request.request,
+            attempt=request.attempt,
+            first_token_index=self._next_index[0],
+            units=0,
+            end=True,
+            failure=failure,
+        )
+
+    def finish_exhausted(self) -> Delta:
+        """The delta that ends a continuation whose tokens were all sent already."""
+        self.ended = True
+        self._finished = [True] * len(self._finished)
+        request = self.rendered.request
+        return Delta(
+            request=request.request,
+            attempt=request.attempt,
+            first_token_index=self._next_index[0],
+            units=0,
+            finish_reason="length",
+            end=True,
+            usage=self._usage(),
+        )
+
+    def _delta(self, choice: int, prompt_index: int, output: Any, part: Any) -> Delta | None:
+        rendered = self.rendered
+        token_ids = tuple(part.token_ids)
+        text: str = part.text
+        if not (token_ids or text or part.finish_reason):
+            return None
+        detail: dict[str, Any] = {}
+        finish_reason: str | None = part.finish_reason
+        if self._chat:
+            text, finish_reason = self._chat_delta(choice, output, part, detail)
+        elif rendered.body.logprobs is not None and part.logprobs is not None:
+            detail["logprobs"] = self._completion_logprobs(choice, prompt_index, output, part)
+        if not self._echoed[choice]:
+            self._echoed[choice] = True
+            text = rendered.echo_text[prompt_index] + (text if rendered.body.max_tokens != 0 else "")
+        first_token_index = self._next_index[choice]
+        self._next_index[choice] += len(token_ids)
+        if finish_reason is not None:
+            self._finished[choice] = True
+        self.ended = all(self._finished)
+        return Delta(
+            request=rendered.request.request,
+            attempt=rendered.request.attempt,
+            choice=choice,
+            first_token_index=first_token_index,
+            units=len(token_ids),
+            text=text,
+            token_ids=token_ids,
+            detail=json.dumps(detail, ensure_ascii=False, allow_nan=False).encode() if detail else b"",
+            finish_reason=finish_reason,
+            stop_reason=part.stop_reason,
+            end=self.ended,
+            usage=self._usage() if self.ended else None,
+        )
+
+    def _chat_delta(self, choice: int, output: Any, part: Any, detail: dict[str, Any]) -> tuple[str, str | None]:
+        body, parser, chat = self.rendered.body, self._parsers[choice], self._layer.chat
+        hidden = parser is not None and not body.include_reasoning
+        if body.logprobs and part.logprobs is not None and not hidden:
+            detail["logprobs"] = chat._create_chat_logprobs(
+                token_ids=part.token_ids,
+                top_logprobs=part.logprobs,
+                tokenizer=self._layer.tokenizer,
+                num_output_top_logprobs=body.top_logprobs,
+                logprob_token_ids=body.logprob_token_ids,
+                return_as_token_id=body.return_tokens_as_token_ids,
+            ).model_dump(mode="json")
+        if parser is None:
+            return part.text, part.finish_reason
+        message = parser.parse_delta(
+            delta_text=part.text,
+            delta_token_ids=list(part.token_ids),
+            request=body,
+            prompt_token_ids=output.prompt_token_ids,
+            finished=part.finish_reason is not None,
+        )
+        text = ""
+        if message is not None:
+            if message.tool_calls:
+                self._tools_streamed[choice] = True
+                message = maybe_filter_parallel_tool_calls(
+                    ChatCompletionResponseStreamChoice(index=choice, delta=message), body
+                ).delta
+            rest = message.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+            text = rest.pop("content", None) or ""
+            rest.pop("role", None)
+            if not rest.get("tool_calls"):
+                rest.pop("tool_calls", None)
+            detail.update(rest)
+        finish_reason = part.finish_reason
+        named = isinstance(body.tool_choice, ChatCompletionNamedToolChoiceParam)
+        if self._tools_streamed[choice] and not named and finish_reason == "stop":
+            finish_reason = "tool_calls"
+        return text, finish_reason
+
+    def _completion_logprobs(self, choice: int, prompt_index: int, output: Any, part: Any) -> dict[str, Any]:
+        body = self.rendered.body
+        token_ids, logprobs = list(part.token_ids), list(part.logprobs)
+        if not self._echoed[choice] and output.prompt_logprobs is not None:
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            logprobs = [*output.prompt_logprobs, *logprobs]
+        result = self._layer.completion._create_completion_logprobs(
+            token_ids=token_ids,
+            top_logprobs=logprobs,
+            num_output_top_logprobs=body.logprobs,
+            tokenizer=self._layer.tokenizer,
+            logprob_token_ids=body.logprob_token_ids,
+            initial_text_offset=self._text_offset[choice],
+            return_as_token_id=body.return_tokens_as_token_ids,
+        )
+        if result.tokens:
+            self._text_offset[choice] = result.text_offset[-1] + len(result.tokens[-1])
+        dumped: dict[str, Any] = result.model_dump(mode="json")
+        return dumped
+
+    def _usage(self) -> Usage:
+        prompt_tokens = sum(prompt.prompt_tokens for prompt in self.rendered.prompts)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=sum(self._next_index),
+            cached_tokens=min(sum(self._cached.values()), prompt_tokens),
+        )
+
+    def _generation_failure(self) -> Failure:
+        body = self.rendered.body
+        if body.extract_structured_outputs() is not None:
+            # vLLM checks a schema when it arrives and compiles it later; what fails then is still the schema's fault.
+            return Failure(
+                kind=FailureKind.BAD_REQUEST,
+                message="the requested output structure cannot be compiled for this model",
+                status=400,
+                param="response_format",
+            )
+        return Failure(kind=FailureKind.SICK, message="the engine failed while generating", status=500)
+
+
+def refusal(error: Exception) -> Failure:
+    """What a client is told about an error that its request caused before it ran."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        location = [str(part) for part in first["loc"]]
+        message = f"{'.'.join(location)}: {first['msg']}" if location else first["msg"]
+        return Failure(
+            kind=FailureKind.BAD_REQUEST,
+            message=message[:MESSAGE_CHARS_MAX],
+            status=400,
+            param=location[0] if location else None,
+        )
+    return _failure_of(create_error_response(error))
+
+
+def _failure_of(response: Any) -> Failure:
+    error = response.error
+    bad = 400 <= error.code < 500 or error.code == 501
+    return Failure(
+        kind=FailureKind.BAD_REQUEST if bad else FailureKind.SICK,
+        message=error.message[:MESSAGE_CHARS_MAX],
+        status=400 if error.code == 501 else error.code,
+        param=error.param,
+    )
+
+
+def _check_body(body: Any, request: EngineRequest) -> None:
+    body.kv_transfer_params = None
+    if body.use_beam_search:
+        raise Refused(_bad("beam search is not offered", "use_beam_search"))
+    if request.sent_token_ids and (body.n or 1) != 1:
+        raise Refused(_bad("a request for several choices cannot be continued", "n"))
+
+
+def _check_continuation(body: Any, params: Any) -> None:
+    # These depend on what was generated before, which looks like prompt to a continuing engine. The gateway knows too.
+    wrong = {
+        "seed": params.seed is not None,
+        "min_tokens": params.min_tokens > 0,
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "repetition_penalty": params.repetition_penalty != 1,
+        "response_format": params.structured_outputs is not None,
+        "echo": bool(body.echo),
+    }
+    for name, present in wrong.items():
+        if present:
+            raise Refused(_bad(f"a request with {name} cannot be continued", name))
+
+
+def _bad(message: str, param: str) -> Failure:
+    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400, param=param)
+
+
+def _plain_text(content: Any) -> str:
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "\n".join(part["text"] for part in content if "text" in part)
+    return content or ""
