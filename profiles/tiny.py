@@ -25,10 +25,10 @@ VOCABULARY = 384
 """256 bytes, 4 special tokens, and fragments of common words: any text encodes."""
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _WORDS = (
-    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which one "
-    "you were all her she there would their we him been has when who will no more if out so up said what its about than into "
-    "them can only other time new some could these two may first then do any like my now over such our man me even most made "
-    "after"
+    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they "
+    "which one you were all her she there would their we him been has when who will no more if out so up said what "
+    "its about than into them can only other time new some could these two may first then do any like my now over "
+    "such our man me even most made after"
 )
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
