@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
@@ -37,6 +38,8 @@ STOP_TIMEOUT_S = 5.0
 MESSAGE_BYTES_MAX = 128 * 1024
 """One message of the sequenced-packet socket; a spec is a few KiB."""
 
+REPLICA_ENTRY = "workers.replica:run_replica"
+
 PRELOADED = (
     "tokenizers",
     "transformers.models.llama.configuration_llama",
@@ -49,7 +52,6 @@ PRELOADED = (
     "vllm.model_executor.models.qwen2",
     "workers.engines.vllm_openai",
     "workers.engines.vllm_cpu",
-    "workers.replica",
 )
 """What every vLLM replica imports. Models of other families import their own module after the fork."""
 
@@ -68,12 +70,18 @@ class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
 
 
 FromTemplate = Imported | Forked
+Run = Callable[[ReplicaSpec, socket.socket], int]
 
 
 class Template:
-    """The agent's handle. One per agent; not shared between event loops."""
+    """The agent's handle. One per agent; not shared between event loops.
 
-    def __init__(self) -> None:
+    ``entry`` is what a forked process calls: ``module:function`` taking the spec and the control socket, returning the exit
+    code.
+    """
+
+    def __init__(self, entry: str = REPLICA_ENTRY) -> None:
+        self._entry = entry
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._lock = asyncio.Lock()
@@ -102,7 +110,7 @@ class Template:
             with theirs:
                 # A session of its own: Ctrl-C is for the agent, which ends its children in order.
                 self._process = subprocess.Popen(  # noqa: ASYNC220, S603 (our own module; returns after exec)
-                    [sys.executable, "-m", "workers.template", str(theirs.fileno())],
+                    [sys.executable, "-m", "workers.template", str(theirs.fileno()), self._entry],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -199,12 +207,12 @@ def _wake(readable: asyncio.Future[None]) -> None:
 # ---------------------------------------------------------------------------------------------------- in the child process
 
 
-def main(argument: str) -> None:
+def main(fd: int, entry: str) -> None:
     """The template process: import, then fork on request until the agent's end of the socket is gone."""
-    with socket.socket(fileno=int(argument)) as agent:
+    with socket.socket(fileno=fd) as agent:
         os.set_inheritable(agent.fileno(), False)
         try:
-            _import_everything()
+            run = _import_everything(entry)
             check_forkable()
         except Exception as error:
             with contextlib.suppress(OSError):
@@ -215,7 +223,7 @@ def main(argument: str) -> None:
         gc.freeze()
         try:
             agent.send(encode(Imported()))
-            while _serve(agent):
+            while _serve(agent, run):
                 pass
         except OSError:
             # The agent is gone.
@@ -230,7 +238,7 @@ def check_forkable() -> None:
         raise EngineError(f"{threads} threads run in the template ({names}); a fork would not be safe")
 
 
-def _import_everything() -> None:
+def _import_everything(entry: str) -> Run:
     import importlib
 
     from workers.engines.vllm_process import prepare_process
@@ -240,9 +248,12 @@ def _import_everything() -> None:
     importlib.import_module("tqdm").tqdm.monitor_interval = 0
     for name in PRELOADED:
         importlib.import_module(name)
+    module, _, function = entry.partition(":")
+    run: Run = getattr(importlib.import_module(module), function)
+    return run
 
 
-def _serve(agent: socket.socket) -> bool:
+def _serve(agent: socket.socket, run: Run) -> bool:
     """Answers one request; False at the end of the socket."""
     payload, fds, _, _ = socket.recv_fds(agent, MESSAGE_BYTES_MAX, 1)
     if not payload:
@@ -252,7 +263,7 @@ def _serve(agent: socket.socket) -> bool:
         if len(fds) != 1:
             raise EngineError("a spec must come with one control socket")
         check_forkable()
-        pid = _fork_twice(agent, spec, fds[0])
+        pid = _fork_twice(agent, run, spec, fds[0])
         reply = Forked(pid=pid)
     except (DecodeError, EngineError, OSError) as error:
         reply = Forked(failure=str(error))
@@ -264,7 +275,7 @@ def _serve(agent: socket.socket) -> bool:
     return True
 
 
-def _fork_twice(agent: socket.socket, spec: ReplicaSpec, control: int) -> int:
+def _fork_twice(agent: socket.socket, run: Run, spec: ReplicaSpec, control: int) -> int:
     reading, writing = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -273,7 +284,7 @@ def _fork_twice(agent: socket.socket, spec: ReplicaSpec, control: int) -> int:
             child = os.fork()
             if child == 0:
                 os.close(writing)
-                _become_replica(agent, spec, control)
+                _become_replica(agent, run, spec, control)
             os.write(writing, child.to_bytes(8, "big"))
         finally:
             os._exit(0)
@@ -286,7 +297,7 @@ def _fork_twice(agent: socket.socket, spec: ReplicaSpec, control: int) -> int:
     return int.from_bytes(answer, "big")
 
 
-def _become_replica(agent: socket.socket, spec: ReplicaSpec, control: int) -> NoReturn:
+def _become_replica(agent: socket.socket, run: Run, spec: ReplicaSpec, control: int) -> NoReturn:
     code = 1
     try:
         agent.close()
@@ -295,9 +306,7 @@ def _become_replica(agent: socket.socket, spec: ReplicaSpec, control: int) -> No
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
         _reseed()
-        from workers.replica import run_replica
-
-        code = run_replica(spec, socket.socket(fileno=control))
+        code = run(spec, socket.socket(fileno=control))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -321,4 +330,4 @@ def _reseed() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]), sys.argv[2])

@@ -24,6 +24,8 @@ ENVIRONMENT = {
 
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # numpy's BLAS starts its threads when it is imported, which no fork survives; torch has its own.
+    "OPENBLAS_NUM_THREADS": "1",
     # Some helpers of vLLM are compiled on first use even with enforce_eager: the first request with logprobs took 20 s and
     # a C compiler. They run as plain Python instead.
     "TORCHDYNAMO_DISABLE": "1",

@@ -1,0 +1,1 @@
+"""Whole parts on real engines and real servers."""
