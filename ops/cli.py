@@ -248,5 +248,26 @@ def demo(keep: bool, as_json: bool) -> None:
     sys.exit(_run(run_demo(keep=keep, as_json=as_json)))
 
 
+@main.command()
+@click.argument("part", type=click.Choice(["main-job"]))
+@click.option("--only", multiple=True, help="Run only this oracle of the part. May be repeated.")
+@click.option("--seed", default=0, show_default=True, help="Another seed gives other prompts and other bursts.")
+@_json
+def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
+    """Run the fixed oracles of a part on real processes; exit code 0 when every bound held.
+
+    \b
+    carpool prove main-job --json
+    carpool prove main-job --only cancels --only kill9
+    """
+    import json
+
+    from ops.prove import prove as run_proof
+
+    result = _run(run_proof(part, lambda line: click.echo(f"prove: {line}", err=True), only, seed))
+    click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
+    sys.exit(0 if result["ok"] else 1)
+
+
 if __name__ == "__main__":
     main()
