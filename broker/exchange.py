@@ -1,0 +1,139 @@
+"""One request between the gateway and whoever wrote it: an HTTP connection or a NATS inbox."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from broker.openai_answers import AnswerHead
+from subjects.errors import ApiError
+from subjects.ids import ReplicaId, RequestId, Tenant
+from subjects.messages import Delta, Endpoint, SlaClass, Usage
+
+BUFFERED_BYTES_MAX = 4 * 1024 * 1024
+"""What a client may leave unread of one answer; a slower one is cut off, so that it cannot hold memory (PAINS L4)."""
+_DELTA_BYTES = 200
+"""Counted for each delta beside its text: a flood of empty ones must count too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request as it came in, with what the way in knows of its sender. Header names are lower case."""
+
+    endpoint: Endpoint
+    body: bytes
+    tenant: Tenant
+    sla_class: SlaClass | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    way: str = "http"
+    stream: bool | None = None
+    """Set where the way in decides the form of the answer, not the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The answer is whole."""
+
+    usage: Usage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """There is no whole answer."""
+
+    error: ApiError
+
+
+Piece = Sequence[Delta] | Ended | Failed
+
+
+class Exchange:
+    """The reading side of an answer. ``next`` may be awaited by one task; ``push`` and ``close`` never block."""
+
+    def __init__(self, request: RequestId, head: AnswerHead, *, stream: bool, leave: Callable[[], None]) -> None:
+        self.request = request
+        self.head = head
+        self.stream = stream
+        self.model = head.model
+        """The model that answers; differs from the asked name for ``auto`` and after a degradation."""
+        self.degraded_from = ""
+        self.replica: ReplicaId | None = None
+        self.attempt = 0
+        self.queue_wait_s: float | None = None
+        self._leave = leave
+        self._deltas: deque[Delta] = deque()
+        self._buffered_bytes = 0
+        self._end: Ended | Failed | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._left = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be pushed."""
+        return self._end is not None
+
+    def push(self, deltas: Sequence[Delta]) -> bool:
+        """Adds output; False when the reader is too far behind and the answer should be given up."""
+        if self._end is not None or self._left:
+            return True
+        for delta in deltas:
+            self._deltas.append(delta)
+            self._buffered_bytes += len(delta.text) + len(delta.detail) + _DELTA_BYTES
+        self._wake()
+        # A whole answer is not bounded here: it is bounded by its own max_tokens, and nobody reads before its end.
+        return not self.stream or self._buffered_bytes <= BUFFERED_BYTES_MAX
+
+    def degrade(self, model: str, degraded_from: str, leave: Callable[[], None]) -> None:
+        """Another model answers from here on (ING-8); the id that the client knows stays."""
+        self.head = replace(self.head, model=model)
+        self.model, self.degraded_from = model, degraded_from
+        self._leave = leave
+
+    def close(self, end: Ended | Failed) -> None:
+        """Nothing follows; the first call counts."""
+        if self._end is None:
+            self._end = end
+            self._wake()
+
+    def drop_buffered(self) -> None:
+        """Forgets what is not read yet: of an answer that is given up."""
+        self._deltas.clear()
+        self._buffered_bytes = 0
+
+    def leave(self) -> None:
+        """The client is gone (or has its answer); calling again does nothing."""
+        if not self._left:
+            self._left = True
+            self.drop_buffered()
+            if self._end is None:
+                self._leave()
+            self._wake()
+
+    async def next(self, timeout_s: float | None = None) -> Piece | None:
+        """The next deltas or the end; None after ``timeout_s`` without news, or when the client left."""
+        if not self._deltas and self._end is None and not self._left:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
+        if self._deltas:
+            deltas = tuple(self._deltas)
+            self.drop_buffered()
+            return deltas
+        return self._end
+
+    @property
+    def left(self) -> bool:
+        """Whether the client is gone."""
+        return self._left
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

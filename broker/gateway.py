@@ -1,0 +1,604 @@
+"""The gateway: takes requests in, owns each from its first byte to its last, and gives its answer out.
+
+What decides is pure and lives in ``broker/core``: :class:`broker.core.requests.RequestCore` (who runs what) and
+:mod:`broker.core.admission` (what is taken on). This file joins them with the bus, the registry and the ways in (HTTP in
+:mod:`broker.http_app`, NATS in :mod:`broker.nats_ingress`). Prompts and answers never reach a log, a metric or a subject.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn, TypeVar, assert_never
+
+import msgspec
+import structlog
+
+from broker.core.admission import (
+    AUTO,
+    Admission,
+    Limits,
+    ModelView,
+    Refused,
+    Wish,
+    context_refusal,
+    no_model_fits,
+    pool_refusal,
+    rank_models,
+    unknown_model,
+)
+from broker.core.request_events import (
+    Cancelled,
+    ClientLeft,
+    Deliver,
+    EndRequest,
+    Finished,
+    PoolChanged,
+    RecordGrant,
+    RecordRestart,
+    RequestSubmitted,
+    ShutdownStarted,
+)
+from broker.core.request_events import Failed as CoreFailed
+from broker.exchange import Ask, Ended, Exchange, Failed
+from broker.gateway_metrics import UNRESOLVED, GatewayMetrics
+from broker.gateway_models import ModelTable
+from broker.openai_answers import AnswerHead
+from broker.openai_bodies import ParsedBody, parse_body
+from broker.request_shell import RequestShell
+from profiles.blocks import tenant_salt
+from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
+from subjects import names
+from subjects.bus import Bus, BusMessage, KvEntry, Subscription
+from subjects.codec import decode, encode
+from subjects.errors import ApiError, BusError, DecodeError
+from subjects.ids import IngressId, RequestId, incarnated
+from subjects.messages import (
+    IngressTelemetry,
+    ModelRecord,
+    PoolDigest,
+    RequestKind,
+    RequestProfile,
+    Usage,
+)
+
+TELEMETRY_EVERY_S = 0.1
+BUS_LOST_S_MAX = 2.0
+"""A shorter loss of the bus is ridden out; after it new requests get 503 at once."""
+START_RETRY_S = 0.5
+TOKENISED_INLINE_BYTES_MAX = 16 * 1024
+"""Longer bodies are tokenised in a thread, so that one long prompt does not stop all streams."""
+TOKENISER_THREADS = 2
+HEADER_LENGTH_MAX = 128
+DIGEST_KEY = "digest"
+
+_T = TypeVar("_T")
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """How a gateway behaves, whichever way requests come in."""
+
+    name: str = "gateway"
+    queue_shards: int = 1
+    limits: Limits = field(default_factory=Limits)
+    request_s_max: float = 600.0
+    """The deadline of a request that brings none, and the latest that it may bring."""
+    body_bytes_max: int = 8 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Live:
+    exchange: Exchange
+    ask: Ask
+    body: ParsedBody
+    view: ModelView
+    profile: RequestProfile
+    arrived_s: float
+    wait_until_s: float
+    deadline_s: float
+    first_output_s: float | None = None
+    granted: bool = False
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+class Gateway:
+    """One ingress of the pool."""
+
+    def __init__(self, bus: Bus, options: GatewayOptions | None = None) -> None:
+        self._bus = bus
+        self._options = options or GatewayOptions()
+        self.ingress = IngressId(incarnated(self._options.name))
+        self.metrics = GatewayMetrics()
+        self.started_unix_s = int(time.time())
+        self.digest: PoolDigest | None = None
+        self._models = ModelTable()
+        self._admission = Admission(self._options.limits)
+        self._shell = RequestShell(bus, self.ingress, self, queue_shards=self._options.queue_shards)
+        self._lengths = OutputLengths()
+        self._live: dict[RequestId, _Live] = {}
+        self._requests = 0
+        self._telemetry_sequence = 0
+        self._draining = False
+        self._registry_read = False
+        self._bus_lost_s: float | None = time.monotonic() - BUS_LOST_S_MAX
+        self._idle = asyncio.Event()
+        self._telemetry_now = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._subscriptions: list[Subscription] = []
+        self._threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
+
+    # ------------------------------------------------------------------------------------------------- start and end
+
+    async def start(self) -> None:
+        """Begins to serve; returns at once even when there is no bus yet (PAINS L3)."""
+        await self._shell.start()
+        self._subscriptions.append(await self._bus.subscribe(names.POOL, self._on_digest))
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._read_registry()), loop.create_task(self._send_telemetry())]
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests and waits for the running ones; those still there after ``timeout_s`` end with an error."""
+        self._draining = True
+        self._shell.step(ShutdownStarted(time.monotonic() + timeout_s))
+        if self._live:
+            self._idle.clear()
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s + 2.0)
+            except TimeoutError:
+                log.warning("requests did not end in time", requests=len(self._live))
+        for live in list(self._live.values()):
+            live.exchange.close(Failed(_shutting_down()))
+
+    async def stop(self) -> None:
+        """Ends all tasks; the bus is the caller's."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        await self._shell.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read_registry(self) -> None:
+        """The bucket of models, and the last digest for a start without waiting for the next one."""
+        self._subscriptions.append(await self._bus.kv_watch(names.MODELS_BUCKET, self._on_record))
+        while True:
+            try:
+                for entry in await self._bus.kv_entries(names.MODELS_BUCKET):
+                    self._models.record_changed(entry.key, entry)
+                last = await self._bus.kv_get(names.POOL_BUCKET, DIGEST_KEY)
+            except BusError as error:
+                log.debug("the registry cannot be read yet", error=str(error))
+                await asyncio.sleep(START_RETRY_S)
+                continue
+            if last is not None and self.digest is None:
+                self._take_digest(last.value)
+            self._registry_read = True
+            return
+
+    # -------------------------------------------------------------------------------------------------- what is known
+
+    @property
+    def bus_connected(self) -> bool:
+        """Whether the bus is there as far as we know."""
+        return self._bus.connected
+
+    def unready_reason(self) -> str:
+        """Why new requests would be refused now; empty when they would not."""
+        if self._draining:
+            return "shutting down"
+        if not self._bus.connected:
+            return "bus lost"
+        return "" if self._registry_read else "starting"
+
+    def model_states(self) -> list[tuple[str, str]]:
+        """``(name, state)`` of every known model, unloaded ones too (PAINS B3)."""
+        return [(view.record.name, self._models.state(view.record)) for view in self._models.views()]
+
+    def record_of(self, name: str) -> ModelRecord | None:
+        """The record of a name or alias."""
+        view = self._models.resolve(name)
+        return None if view is None else view.record
+
+    def unknown_model(self, name: str) -> ApiError:
+        """The 404 for a name nobody configured."""
+        return _api_error(unknown_model(name))
+
+    def refresh_gauges(self) -> None:
+        """Sets what is counted by looking, right before it is read."""
+        metrics = self.metrics
+        waiting: dict[str, int] = {view.record.name: 0 for view in self._models.views()}
+        running = dict(waiting)
+        for live in self._live.values():
+            counts = running if live.granted else waiting
+            counts[live.view.record.name] = counts.get(live.view.record.name, 0) + 1
+        metrics.waiting.clear()
+        metrics.running.clear()
+        for name, count in waiting.items():
+            metrics.waiting.labels(name).set(count)
+        for name, count in running.items():
+            metrics.running.labels(name).set(count)
+        metrics.in_flight.set(len(self._live))
+        metrics.bus_connected.set(self._bus.connected)
+        if self._shell.round_trip_s is not None:
+            metrics.bus_round_trip_s.set(self._shell.round_trip_s)
+
+    # ---------------------------------------------------------------------------------------------------- a request in
+
+    async def open(self, ask: Ask) -> Exchange:
+        """Checks, profiles and admits a request.
+
+        Raises:
+            ApiError: it is refused; nothing of it was published.
+        """
+        arrived_s = time.monotonic()
+        model = UNRESOLVED
+        try:
+            self._refuse_when_unable()
+            body = parse_body(ask.endpoint, ask.body)
+            view, profile = await self._choose(ask, body, arrived_s)
+            model = view.record.name
+            exchange = self._submit(ask, body, view, profile, arrived_s)
+        except ApiError as error:
+            self.metrics.requests.labels(model, str(error.status), ask.way).inc()
+            raise
+        return exchange
+
+    def _refuse_when_unable(self) -> None:
+        if self._draining:
+            raise _shutting_down()
+        self._look_at_bus()
+        if self._bus_lost_s is not None and time.monotonic() - self._bus_lost_s >= BUS_LOST_S_MAX:
+            message = "The pool's message bus is not reachable. Please try again."
+            raise ApiError(503, message, type="server_error", code="bus_unavailable", retry_after_s=2)
+        if not self._registry_read:
+            message = "The gateway is starting. Please try again."
+            raise ApiError(503, message, type="server_error", code="starting", retry_after_s=1)
+
+    def _look_at_bus(self) -> None:
+        if self._bus.connected:
+            self._bus_lost_s = None
+        elif self._bus_lost_s is None:
+            self._bus_lost_s = time.monotonic()
+
+    async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, RequestProfile]:
+        """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
+        if body.model != AUTO:
+            view = self._models.resolve(body.model)
+            if view is None:
+                raise self.unknown_model(body.model)
+            refusal = pool_refusal(view)
+            if refusal is not None:
+                view = self._fallback_of(view) or _raise(refusal)
+            return view, await self._profile(ask, body, view.record, arrived_s)
+        wish = _wish(ask, body)
+        for view in rank_models(wish, self._models.views()):
+            try:
+                return view, await self._profile(ask, body, view.record, arrived_s)
+            except ApiError as error:
+                if error.code not in ("context_length_exceeded", "tokenizer_broken"):
+                    raise
+        raise _api_error(no_model_fits(wish))
+
+    def _fallback_of(self, view: ModelView) -> ModelView | None:
+        """The model that a service degrades to, if it can be served now (ING-8)."""
+        if not view.record.fallback:
+            return None
+        other = self._models.resolve(view.record.fallback)
+        if other is None or other.record.name == view.record.name or pool_refusal(other) is not None:
+            return None
+        return other
+
+    async def _profile(self, ask: Ask, body: ParsedBody, record: ModelRecord, arrived_s: float) -> RequestProfile:
+        fields = msgspec.json.decode(body.raw)
+        parsed = parse_fields(ask.endpoint, fields)
+        tokenizer = self._models.loaded_tokenizer(record)
+        if tokenizer is None:
+            tokenizer = await self._in_thread(partial(self._models.load_tokenizer, record))
+        count = partial(tokenizer.prompts, ask.endpoint, fields)
+        prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
+        input_tokens = max(len(prompt) for prompt in prompts)
+        refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.max_tokens)
+        if refusal is not None:
+            raise _api_error(refusal)
+        now_s = time.monotonic()
+        context = RequestContext(
+            tenant=ask.tenant,
+            deadline_unix_s=time.time() + self._deadline_s(ask, arrived_s) - now_s,
+            sla_class=ask.sla_class,
+            business_id=_header(ask, "x-business-id"),
+            chain_id=_header(ask, "x-chain-id"),
+            environment=_header(ask, "x-environment") or "production",
+            kind=_kind(ask),
+        )
+        return build_profile(record, ask.endpoint, parsed, prompts, context, self._lengths)
+
+    async def _in_thread(self, work: partial[_T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _deadline_s(self, ask: Ask, arrived_s: float) -> float:
+        text = ask.headers.get("x-timeout-s", "")
+        if not text:
+            return arrived_s + self._options.request_s_max
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = 0.0
+        if not 0.0 < timeout_s < float("inf"):
+            raise ApiError(400, "The header 'X-Timeout-S' must be a number of seconds above 0.", code="invalid_value")
+        return arrived_s + min(timeout_s, self._options.request_s_max)
+
+    def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profile: RequestProfile, arrived_s: float) -> Exchange:
+        request = self._next_request()
+        # The name the client used, alias or not; for ``auto`` and a degradation, the model that answers (PAINS J12).
+        own_name = body.model == view.record.name or body.model in view.record.aliases
+        head = AnswerHead.now(
+            request,
+            ask.endpoint,
+            body.model if own_name else view.record.name,
+            choices=profile.n,
+            include_usage=body.include_usage,
+        )
+        stream = body.stream if ask.stream is None else ask.stream
+        exchange = Exchange(request, head, stream=stream, leave=partial(self._client_left, request))
+        exchange.model = view.record.name
+        if not own_name and body.model != AUTO:
+            exchange.degraded_from = body.model
+        deadline_s = self._deadline_s(ask, arrived_s)
+        live = _Live(
+            exchange, ask, body, view, profile, arrived_s, min(deadline_s, arrived_s + view.record.max_wait_s), deadline_s
+        )
+        self._admit(request, live)
+        return exchange
+
+    def _next_request(self) -> RequestId:
+        self._requests += 1
+        return RequestId(f"{self.ingress}-{self._requests}")
+
+    def _admit(self, request: RequestId, live: _Live) -> None:
+        refusal = self._admission.admit(request, live.ask.tenant, live.profile.sla_class, live.view)
+        if refusal is not None:
+            raise _api_error(refusal)
+        self._live[request] = live
+        self._shell.step(
+            RequestSubmitted(
+                request=request,
+                profile=live.profile,
+                body=live.body.raw,
+                wait_until_s=live.wait_until_s,
+                deadline_s=live.deadline_s,
+                cache_salt=tenant_salt(live.ask.tenant).hex(),
+            )
+        )
+        if self._admission.waiting(live.view.record.model_hash, live.profile.sla_class) == 1:
+            self._telemetry_now.set()
+
+    def _client_left(self, request: RequestId) -> None:
+        live = self._live.get(request)
+        if live is not None:
+            self.metrics.cancelled.labels(live.view.record.name).inc()
+            self._shell.step(ClientLeft(request))
+
+    # ------------------------------------------------------------------------------------------- what the core reports
+
+    def granted(self, grant: RecordGrant) -> None:
+        """A replica has the request."""
+        live = self._live.get(grant.request)
+        if live is None:
+            return
+        self._admission.started(grant.request)
+        live.granted = True
+        exchange = live.exchange
+        exchange.replica, exchange.attempt = grant.replica, grant.attempt
+        exchange.queue_wait_s = time.monotonic() - live.arrived_s
+        self.metrics.queue_wait_s.labels(live.view.record.name).observe(grant.waited_s)
+
+    def delivered(self, deliver: Deliver) -> None:
+        """The next output of a request."""
+        live = self._live.get(deliver.request)
+        if live is None:
+            return
+        if live.first_output_s is None:
+            live.first_output_s = time.monotonic()
+            self.metrics.ttft_s.labels(live.view.record.name).observe(live.first_output_s - live.arrived_s)
+        if deliver.delta.finish_reason is not None:
+            live.finish_reasons.append(deliver.delta.finish_reason)
+        if not live.exchange.push((deliver.delta,)):
+            live.exchange.drop_buffered()
+            message = "The client reads too slowly; the answer was given up."
+            self._give_up(deliver.request, live, ApiError(503, message, type="server_error", code="slow_client"))
+
+    def restarted(self, restart: RecordRestart) -> None:
+        """The request lost its replica and waits again."""
+        live = self._live.get(restart.request)
+        if live is None:
+            return
+        live.granted = False
+        self._admission.requeued(restart.request)
+        self.metrics.attempts.labels(live.view.record.name).inc()
+        log.info("a request waits again", request=restart.request, attempt=restart.attempt, reason=restart.reason)
+
+    def ended(self, end: EndRequest) -> None:
+        """The request has ended."""
+        self._admission.ended(end.request)
+        live = self._live.pop(end.request, None)
+        if live is None:
+            return
+        match end.outcome:
+            case Finished(usage=usage):
+                self._count_end(live, "200")
+                self._learn(live, usage)
+                live.exchange.close(Ended(usage))
+            case CoreFailed() as failed:
+                if not self._degrade(live, failed):
+                    self._count_end(live, str(failed.status))
+                    live.exchange.close(Failed(_core_error(failed)))
+            case Cancelled():
+                self._count_end(live, "499")
+                live.exchange.close(Failed(ApiError(499, "The client left.", code="client_left")))
+            case _:
+                assert_never(end.outcome)
+        if not self._live:
+            self._idle.set()
+
+    def discarded(self, kind: str) -> None:
+        """A message could not be decoded and was dropped (PAINS O2)."""
+        self.metrics.discarded.labels(kind).inc()
+
+    def _count_end(self, live: _Live, status: str) -> None:
+        name = live.view.record.name
+        self.metrics.requests.labels(name, status, live.ask.way).inc()
+        self.metrics.latency_s.labels(name).observe(time.monotonic() - live.arrived_s)
+
+    def _learn(self, live: _Live, usage: Usage | None) -> None:
+        if usage is None:
+            return
+        name, profile = live.view.record.name, live.profile
+        self.metrics.tokens.labels(name, "input").inc(usage.prompt_tokens)
+        self.metrics.tokens.labels(name, "output").inc(usage.completion_tokens)
+        self.metrics.tokens.labels(name, "cached").inc(usage.cached_tokens)
+        if live.finish_reasons and all(reason != "length" for reason in live.finish_reasons):
+            self._lengths.observe(profile.model_hash, profile.tenant, profile.kind, usage.completion_tokens // profile.n)
+
+    def _give_up(self, request: RequestId, live: _Live, error: ApiError) -> None:
+        """Ends a request for a reason of the gateway's own."""
+        live.exchange.close(Failed(error))
+        self._shell.step(ClientLeft(request))
+
+    def _degrade(self, live: _Live, failed: CoreFailed) -> bool:
+        """Waited in vain: ask the fallback model instead of failing, and say so (ING-8)."""
+        waited_in_vain = failed.status == 503 and not live.granted and time.monotonic() >= live.wait_until_s
+        if not waited_in_vain or live.exchange.degraded_from or live.exchange.left or self._draining:
+            return False
+        other = self._fallback_of(live.view)
+        if other is None:
+            return False
+        task = asyncio.get_running_loop().create_task(self._resubmit(live, other, failed))
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+        return True
+
+    async def _resubmit(self, live: _Live, other: ModelView, failed: CoreFailed) -> None:
+        now_s = time.monotonic()
+        exchange = live.exchange
+        try:
+            profile = await self._profile(live.ask, live.body, other.record, live.arrived_s)
+            if exchange.left:
+                return
+            request = self._next_request()
+            exchange.degrade(other.record.name, live.view.record.name, partial(self._client_left, request))
+            wait_until_s = min(live.deadline_s, now_s + other.record.max_wait_s)
+            again = _Live(exchange, live.ask, live.body, other, profile, live.arrived_s, wait_until_s, live.deadline_s)
+            self._admit(request, again)
+        except ApiError:
+            self._count_end(live, str(failed.status))
+            exchange.close(Failed(_core_error(failed)))
+
+    # -------------------------------------------------------------------------------------------- registry and digest
+
+    def _on_record(self, key: str, entry: KvEntry | None) -> None:
+        self._models.record_changed(key, entry)
+
+    def _on_digest(self, message: BusMessage) -> None:
+        self._take_digest(message.payload)
+
+    def _take_digest(self, payload: bytes) -> None:
+        try:
+            digest = decode(payload, PoolDigest)
+        except DecodeError:
+            self.discarded("pool")
+            return
+        self.digest = digest
+        self._models.digest_changed(digest)
+        self._shell.step(PoolChanged(digest))
+
+    async def _send_telemetry(self) -> None:
+        """Every 100 ms, and at once when a model starts to wait: that is what wakes a cold model."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._telemetry_now.wait(), TELEMETRY_EVERY_S)
+            self._telemetry_now.clear()
+            self._look_at_bus()
+            if not self._bus.connected:
+                continue
+            self._telemetry_sequence += 1
+            telemetry = IngressTelemetry(
+                ingress=self.ingress, sequence=self._telemetry_sequence, demand=self._shell.take_demand()
+            )
+            try:
+                await self._bus.publish(names.ingress_telemetry(self.ingress), encode(telemetry))
+            except BusError as error:
+                log.debug("telemetry was not sent", error=str(error))
+
+
+# --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _raise(refusal: Refused) -> NoReturn:
+    raise _api_error(refusal)
+
+
+def _api_error(refusal: Refused) -> ApiError:
+    return ApiError(
+        refusal.status,
+        refusal.message,
+        type=refusal.type,
+        param=refusal.param,
+        code=refusal.code,
+        retry_after_s=refusal.retry_after_s,
+    )
+
+
+def _core_error(failed: CoreFailed) -> ApiError:
+    retry_after_s = failed.retry_after_s
+    if retry_after_s is None and failed.status in (429, 503):
+        retry_after_s = 1
+    return ApiError(
+        failed.status,
+        failed.message,
+        type=failed.type,
+        param=failed.param,
+        code=failed.code,
+        retry_after_s=retry_after_s,
+    )
+
+
+def _shutting_down() -> ApiError:
+    message = "The gateway is shutting down. Please try again."
+    return ApiError(503, message, type="server_error", code="shutting_down", retry_after_s=1)
+
+
+def _header(ask: Ask, name: str) -> str:
+    """A client's word in a header, cut to a bound and to printable ASCII: it travels in every ticket."""
+    text = ask.headers.get(name, "")[:HEADER_LENGTH_MAX]
+    return text if text.isascii() and text.isprintable() else ""
+
+
+def _kind(ask: Ask) -> RequestKind:
+    text = _header(ask, "x-request-kind")
+    if not text:
+        return RequestKind.INFERENCE
+    try:
+        return RequestKind(text)
+    except ValueError:
+        kinds = ", ".join(kind.value for kind in RequestKind)
+        raise ApiError(400, f"The header 'X-Request-Kind' must be one of: {kinds}.", code="invalid_value") from None
+
+
+def _wish(ask: Ask, body: ParsedBody) -> Wish:
+    """What an ``auto`` request needs: tags by what its body uses and by the header ``X-Carpool-Tags: a, b``."""
+    tags = [tag.strip() for tag in _header(ask, "x-carpool-tags").split(",") if tag.strip()]
+    if body.tools:
+        tags.append("tools")
+    if body.structured:
+        tags.append("structured")
+    tier = _header(ask, "x-carpool-quality-tier-min")
+    if tier and not tier.isdigit():
+        raise ApiError(400, "The header 'X-Carpool-Quality-Tier-Min' must be a whole number.", code="invalid_value")
+    return Wish(tuple(sorted(set(tags))), int(tier or 0))

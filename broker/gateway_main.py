@@ -1,0 +1,79 @@
+"""The gateway as a process: bus, gateway, HTTP server, NATS ingress, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from broker.gateway import Gateway, GatewayOptions
+from broker.http_app import HttpApp, HttpOptions
+from broker.http_keys import ApiKeys
+from broker.http_server import HttpServer, is_loopback
+from broker.nats_ingress import NatsIngress
+from subjects.errors import ConfigError
+from subjects.nats_bus import NatsBus
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """What ``carpool gateway`` is told. ``nats_urls`` may hold credentials: never log it."""
+
+    nats_urls: tuple[str, ...]
+    host: str = "127.0.0.1"
+    port: int = 8080
+    """0 takes any free one."""
+    api_keys: Path | None = None
+    allow_open: bool = False
+    shutdown_s: float = 30.0
+    """Running requests may finish within this time after SIGTERM."""
+    gateway: GatewayOptions = field(default_factory=GatewayOptions)
+    http: HttpOptions = field(default_factory=HttpOptions)
+
+
+async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code. ``on_ready`` gets the base URL once connections are accepted.
+
+    Raises:
+        ConfigError: one line with the flag and the remedy.
+    """
+    keys = ApiKeys.load(config.api_keys) if config.api_keys is not None else None
+    if keys is None and not config.allow_open and not is_loopback(config.host):
+        remedy = "give --api-keys FILE, or --allow-open if that is meant"
+        raise ConfigError(f"--host {config.host}: others could use the pool without a key; {remedy}")
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with contextlib.AsyncExitStack() as stack:
+        bus = await NatsBus.connect(
+            config.nats_urls, name=config.gateway.name, shards=config.gateway.queue_shards, wait=True
+        )
+        stack.push_async_callback(bus.close)
+        gateway = Gateway(bus, config.gateway)
+        server = HttpServer(HttpApp(gateway, config.http, keys), host=config.host, port=config.port)
+        ingress = NatsIngress(bus, gateway)
+        await gateway.start()
+        stack.push_async_callback(gateway.stop)
+        await ingress.start()
+        stack.push_async_callback(ingress.stop)
+        await server.start()
+        stack.push_async_callback(server.stop)
+        log.info("gateway listens", url=server.url, ingress=gateway.ingress, keys=keys is not None)
+        if on_ready is not None:
+            on_ready(server.url)
+        await stop.wait()
+        started_s = time.monotonic()
+        log.info("gateway goes down; running requests may finish", within_s=config.shutdown_s)
+        await ingress.stop_taking()
+        await gateway.drain(config.shutdown_s)
+    log.info("gateway is down", took_s=round(time.monotonic() - started_s, 1))
+    return 0

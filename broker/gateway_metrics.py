@@ -1,0 +1,46 @@
+"""What a gateway counts for Prometheus. Labels are configured names and fixed words only, never a client's text."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+UNRESOLVED = "-"
+"""Stands for the model of a request whose name was not resolved."""
+
+
+class GatewayMetrics:
+    """One registry per gateway, so that two gateways in one process (tests) do not share counters."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own = self.registry
+        self.requests = Counter(
+            "carpool_requests", "Requests ended, by HTTP status.", ["model", "status", "way"], registry=own
+        )
+        self.waiting = Gauge("carpool_requests_waiting", "Requests that no replica has yet.", ["model"], registry=own)
+        self.running = Gauge("carpool_requests_running", "Requests that a replica has.", ["model"], registry=own)
+        self.in_flight = Gauge("carpool_requests_in_flight", "Requests admitted and not ended.", registry=own)
+        self.queue_wait_s = Histogram(
+            "carpool_queue_wait_seconds", "From arrival to the grant.", ["model"], buckets=_SECONDS, registry=own
+        )
+        self.ttft_s = Histogram(
+            "carpool_ttft_seconds", "From arrival to the first output.", ["model"], buckets=_SECONDS, registry=own
+        )
+        self.latency_s = Histogram(
+            "carpool_latency_seconds", "From arrival to the end.", ["model"], buckets=_SECONDS, registry=own
+        )
+        self.tokens = Counter("carpool_tokens", "Tokens as the engines count them.", ["model", "kind"], registry=own)
+        self.attempts = Counter("carpool_attempts_repeated", "Attempts after the first.", ["model"], registry=own)
+        self.cancelled = Counter("carpool_requests_cancelled", "Requests whose client left.", ["model"], registry=own)
+        self.discarded = Counter("carpool_messages_discarded", "Messages that could not be decoded.", ["kind"], registry=own)
+        self.bus_connected = Gauge("carpool_bus_connected", "Whether the bus is reachable.", registry=own)
+        self.bus_round_trip_s = Gauge("carpool_bus_round_trip_seconds", "Last measured round trip to the bus.", registry=own)
+        self.queue_restored = Counter(
+            "carpool_queue_restored", "Times the work-queue was lost and made again.", registry=own
+        )
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)

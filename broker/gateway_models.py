@@ -1,0 +1,127 @@
+"""The models a gateway knows: records of the registry, the digest's word on each, and their tokenizers."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from broker.core.admission import ModelView
+from profiles.tokenizer import PromptTokenizer, Tokenizers
+from subjects.bus import KvEntry
+from subjects.codec import decode
+from subjects.errors import ApiError, CarpoolError, DecodeError
+from subjects.ids import ModelHash
+from subjects.messages import ModelRecord, PoolDigest, PoolModel, ReplicaState
+
+TOKENIZER_RETRY_S = 5.0
+"""A tokenizer that did not load is tried again after this time, not for every request."""
+
+_BEST_FIRST = (
+    ReplicaState.READY,
+    ReplicaState.WARMING,
+    ReplicaState.LOADING,
+    ReplicaState.FETCHING,
+    ReplicaState.DRAINING,
+    ReplicaState.ASLEEP,
+    ReplicaState.FAILED,
+)
+log = structlog.get_logger(__name__)
+
+
+class ModelTable:
+    """Names and aliases to models. A name always wins over an alias; of two equal aliases the first model by name."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, ModelRecord] = {}
+        self._aliases: dict[str, str] = {}
+        self._pool: dict[ModelHash, PoolModel] = {}
+        self._states: dict[ModelHash, list[ReplicaState]] = {}
+        self._tokenizers = Tokenizers()
+        self._broken: dict[ModelHash, tuple[float, str]] = {}
+
+    # ---- what is known
+
+    def resolve(self, name: str) -> ModelView | None:
+        """The model of that name or alias."""
+        record = self._records.get(name) or self._records.get(self._aliases.get(name, ""))
+        return None if record is None else self._view(record)
+
+    def views(self) -> list[ModelView]:
+        """All models by name."""
+        return [self._view(self._records[name]) for name in sorted(self._records)]
+
+    def state(self, record: ModelRecord) -> str:
+        """One word for people: the best state of its replicas, ``refused``, or ``unloaded``."""
+        states = self._states.get(record.model_hash, [])
+        for state in _BEST_FIRST:
+            if state in states:
+                return state.value
+        pool = self._pool.get(record.model_hash)
+        return "refused" if pool is not None and pool.refusal else "unloaded"
+
+    def _view(self, record: ModelRecord) -> ModelView:
+        states = self._states.get(record.model_hash, [])
+        return ModelView(record, self._pool.get(record.model_hash), states.count(ReplicaState.READY))
+
+    # ---- what arrives
+
+    def record_changed(self, name: str, entry: KvEntry | None) -> None:
+        """A change of the registry. A record that cannot be read leaves the last good one in place (PAINS N2)."""
+        if entry is None:
+            self._records.pop(name, None)
+        else:
+            try:
+                record = decode(entry.value, ModelRecord)
+            except DecodeError as error:
+                log.warning("a record of the registry cannot be read", model=name, error=str(error))
+                return
+            self._records[record.name] = record
+        known = {record.model_hash for record in self._records.values()}
+        self._broken = {model: broken for model, broken in self._broken.items() if model in known}
+        self._aliases = {
+            alias: name for name in sorted(self._records, reverse=True) for alias in self._records[name].aliases
+        }
+
+    def digest_changed(self, digest: PoolDigest) -> None:
+        """A new word of the scheduler."""
+        self._pool = {model.model_hash: model for model in digest.models}
+        self._states = {}
+        dead = set(digest.dead)
+        for replica in digest.replicas:
+            if replica.replica not in dead:
+                self._states.setdefault(replica.model_hash, []).append(replica.state)
+
+    # ---- tokenizers
+
+    def loaded_tokenizer(self, record: ModelRecord) -> PromptTokenizer | None:
+        """The model's tokenizer if it is loaded."""
+        return self._tokenizers.peek(record)
+
+    def load_tokenizer(self, record: ModelRecord) -> PromptTokenizer:
+        """Loads it; call it in a thread.
+
+        Raises:
+            ApiError: 503 for this model only; its tokenizer is missing or broken.
+        """
+        broken = self._broken.get(record.model_hash)
+        if broken is not None and time.monotonic() < broken[0] + TOKENIZER_RETRY_S:
+            raise _broken_tokenizer(record, broken[1])
+        try:
+            return self._tokenizers.get(record)
+        except (CarpoolError, OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error) if isinstance(error, CarpoolError) else type(error).__name__
+            log.warning("a tokenizer does not load", model=record.name, error=reason)
+            self._broken[record.model_hash] = (time.monotonic(), reason)
+            raise _broken_tokenizer(record, reason) from None
+
+
+def _broken_tokenizer(record: ModelRecord, reason: str) -> ApiError:
+    # The reason can hold a path, which is the operator's business: it is in the log.
+    return ApiError(
+        503,
+        f"The tokenizer of model '{record.name}' does not load; the gateway's log says why.",
+        type="server_error",
+        code="tokenizer_broken",
+        retry_after_s=round(TOKENIZER_RETRY_S),
+    )

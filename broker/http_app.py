@@ -1,0 +1,367 @@
+"""The HTTP face of the gateway: OpenAI's routes as raw ASGI, everything else in starlette (ING-1).
+
+The two hot routes are plain ASGI functions, because a framework's request and response objects cost more than all our own
+work. A watcher per request listens for the client's disconnect from the moment the body is read: while tokens are counted,
+while the request is queued, while its model wakes, and during the answer, streamed or not (PAINS A1 to A3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from broker.exchange import Ask, Ended, Exchange, Failed
+from broker.gateway_metrics import CONTENT_TYPE
+from broker.http_keys import ANYONE, ApiKeys, Caller
+from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, WholeAnswer, as_events, error_body, error_event
+from subjects.errors import ApiError
+from subjects.messages import Endpoint
+
+if TYPE_CHECKING:
+    from broker.gateway import Gateway
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+HOT_ROUTES = {"/v1/chat/completions": Endpoint.CHAT, "/v1/completions": Endpoint.COMPLETIONS}
+OPEN_ROUTES = ("/health", "/ready")
+"""Answered without an API key; they tell nothing but one word."""
+BODY_READ_S_MAX = 60.0
+"""A body that trickles in slower than this is refused (PAINS O7)."""
+DISCARDED_BYTES_MAX = 64 * 1024 * 1024
+"""Read and thrown away of a body that is too large: a client that is still writing would not see our answer otherwise."""
+_JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
+_SSE: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """How the HTTP face behaves."""
+
+    body_bytes_max: int = 8 * 1024 * 1024
+    sse_open_after_s: float = 5.0
+    """Until then a stream's headers are held back, so that an early error keeps its HTTP status (PAINS A7)."""
+    keep_alive_s: float = 5.0
+    """Then comments at this interval keep proxies from cutting the connection (PAINS A9)."""
+
+
+class _ClientGone(Exception):
+    """The connection closed before the body was complete."""
+
+
+class HttpApp:
+    """The ASGI application."""
+
+    def __init__(self, gateway: Gateway, options: HttpOptions, keys: ApiKeys | None) -> None:
+        self._gateway = gateway
+        self._options = options
+        self._keys = keys
+        self._rest = _rest_of_the_routes(gateway)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One HTTP exchange."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            return
+        path: str = scope["path"]
+        headers = _headers(scope)
+        caller = ANYONE
+        if self._keys is not None and path not in OPEN_ROUTES:
+            # Before routing: without a key, no path tells whether it exists (PAINS O1).
+            try:
+                caller = self._keys.caller(headers.get("authorization", ""))
+            except ApiError as error:
+                await _send_error(send, error)
+                return
+        endpoint = HOT_ROUTES.get(path)
+        if endpoint is None:
+            await self._rest(scope, receive, send)
+        elif scope["method"] != "POST":
+            await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")])
+        else:
+            await self._completion(endpoint, caller, headers, receive, send)
+
+    async def _completion(
+        self, endpoint: Endpoint, caller: Caller, headers: dict[str, str], receive: Receive, send: Send
+    ) -> None:
+        try:
+            _check_content_type(headers)
+            body = await self._read_body(headers, receive)
+        except ApiError as error:
+            await _send_error(send, error)
+            return
+        except _ClientGone:
+            return
+        watch = _Watch(receive)
+        try:
+            ask = Ask(endpoint=endpoint, body=body, tenant=caller.tenant, sla_class=caller.sla_class, headers=headers)
+            try:
+                exchange = await self._gateway.open(ask)
+            except ApiError as error:
+                await _send_error(send, error)
+            else:
+                await self._answer(exchange, watch, send)
+        finally:
+            watch.stop()
+
+    async def _answer(self, exchange: Exchange, watch: _Watch, send: Send) -> None:
+        watch.on_gone(exchange.leave)
+        try:
+            if exchange.stream:
+                await self._stream(exchange, send)
+            else:
+                await _whole(exchange, send)
+        finally:
+            exchange.leave()
+
+    async def _read_body(self, headers: dict[str, str], receive: Receive) -> bytes:
+        limit = self._options.body_bytes_max
+        too_large = ApiError(413, f"The request body is over the limit of {limit} bytes.", code="request_too_large")
+        announced = headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > (limit if "expect" in headers else DISCARDED_BYTES_MAX):
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_READ_S_MAX):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientGone
+                    part: bytes = message.get("body", b"")
+                    size += len(part)
+                    if size <= limit:
+                        parts.append(part)
+                    else:
+                        parts.clear()
+                        if size > DISCARDED_BYTES_MAX:
+                            raise too_large
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(408, "The request body did not arrive in time.", code="request_timeout") from None
+        if size > limit:
+            raise too_large
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _stream(self, exchange: Exchange, send: Send) -> None:
+        """Server-sent events. Headers go out with the first output or after ``sse_open_after_s``, whichever comes first."""
+        opened = False
+        writer: ChunkWriter | None = None
+        quiet_s = self._options.sse_open_after_s
+        while True:
+            piece = await exchange.next(quiet_s)
+            if piece is None and exchange.left:
+                return
+            if isinstance(piece, Failed) and not opened:
+                await _send_error(send, piece.error, _about(exchange))
+                return
+            if not opened:
+                opened = True
+                quiet_s = self._options.keep_alive_s
+                await send({"type": "http.response.start", "status": 200, "headers": _SSE + _about(exchange)})
+            more = True
+            if piece is None:
+                data = KEEP_ALIVE
+            elif isinstance(piece, Failed):
+                data, more = error_event(piece.error), False
+            else:
+                writer = writer or ChunkWriter(exchange.head)
+                if isinstance(piece, Ended):
+                    last = writer.usage_chunk(piece.usage)
+                    data, more = as_events([last] if last is not None else []) + DONE, False
+                else:
+                    data = as_events([chunk for delta in piece for chunk in writer.chunks(delta)])
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+            if not more:
+                return
+
+
+async def _whole(exchange: Exchange, send: Send) -> None:
+    deltas: list[Any] = []
+    while True:
+        piece = await exchange.next()
+        if piece is None:
+            return
+        if isinstance(piece, Failed):
+            await _send_error(send, piece.error, _about(exchange))
+            return
+        if isinstance(piece, Ended):
+            break
+        deltas.extend(piece)
+    answer = WholeAnswer(exchange.head)
+    answer.add(deltas)
+    body = answer.body(piece.usage)
+    await _send(send, 200, body, [_JSON, *_about(exchange)])
+
+
+class _Watch:
+    """Listens for the disconnect once the body is read."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._callback: Callable[[], None] | None = None
+        self._gone = False
+        self._task = asyncio.get_running_loop().create_task(self._listen(receive))
+
+    async def _listen(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        if self._callback is not None:
+            self._callback()
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Calls back when the client goes, at once if it has gone already."""
+        self._callback = callback
+        if self._gone:
+            callback()
+
+    def stop(self) -> None:
+        self._callback = None
+        self._task.cancel()
+
+
+# ---------------------------------------------------------------------------------------------------------- other routes
+
+
+def _rest_of_the_routes(gateway: Gateway) -> Starlette:
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [_model(name, state) for name, state in gateway.model_states()]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for known, state in gateway.model_states():
+            if known == name:
+                return _json(_model(known, state))
+        raise gateway.unknown_model(name)
+
+    def _model(name: str, state: str) -> dict[str, Any]:
+        record = gateway.record_of(name)
+        return {
+            "id": name,
+            "object": "model",
+            "created": gateway.started_unix_s,
+            "owned_by": "carpool",
+            "state": state,
+            "max_model_len": record.max_context_len if record is not None else None,
+            "tags": record.tags if record is not None else (),
+        }
+
+    async def health(request: Request) -> Response:
+        return _json({"status": "alive", "bus": "connected" if gateway.bus_connected else "lost"})
+
+    async def ready(request: Request) -> Response:
+        reason = gateway.unready_reason()
+        return _json({"status": reason or "ready"}, 503 if reason else 200)
+
+    async def metrics(request: Request) -> Response:
+        gateway.refresh_gauges()
+        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def pool(request: Request) -> Response:
+        return Response(msgspec.json.encode(gateway.digest), media_type="application/json")
+
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
+        return Response(error_body(error), error.status, headers, media_type="application/json")
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        return await api_error(
+            request, ApiError(404, "Unknown request URL. See /v1/models for what is served.", code="unknown_url")
+        )
+
+    async def wrong_method(request: Request, error: Exception) -> Response:
+        response = await api_error(request, _method_not_allowed())
+        response.headers["allow"] = "GET"
+        return response
+
+    async def our_fault(request: Request, error: Exception) -> Response:
+        return await api_error(request, _internal_error())
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", metrics),
+            Route("/pool", pool),
+        ],
+        exception_handlers={ApiError: api_error, 404: not_found, 405: wrong_method, Exception: our_fault},
+    )
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+# --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _check_content_type(headers: dict[str, str]) -> None:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        message = "Send the request body as JSON, with the header 'Content-Type: application/json'."
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+def _method_not_allowed() -> ApiError:
+    return ApiError(405, "This method is not allowed here.", code="method_not_allowed")
+
+
+def _internal_error() -> ApiError:
+    return ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
+
+
+def _about(exchange: Exchange) -> Headers:
+    """The headers that say who answered. All values are our own ids, numbers and configured names."""
+    headers = [
+        (b"x-carpool-request-id", exchange.request.encode()),
+        (b"x-carpool-model", exchange.model.encode("utf-8", "replace")),
+    ]
+    if exchange.replica is not None:
+        headers.append((b"x-carpool-replica", exchange.replica.encode()))
+        headers.append((b"x-carpool-attempt", str(exchange.attempt).encode()))
+    if exchange.queue_wait_s is not None:
+        headers.append((b"x-carpool-queue-wait-ms", str(round(exchange.queue_wait_s * 1000)).encode()))
+    if exchange.degraded_from:
+        headers.append((b"x-carpool-degraded-from", exchange.degraded_from.encode("utf-8", "replace")))
+    return headers
+
+
+async def _send_error(send: Send, error: ApiError, extra: Headers | None = None) -> None:
+    headers = [_JSON, *(extra or [])]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if error.status in (408, 413):
+        headers.append((b"connection", b"close"))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await _send(send, error.status, error_body(error), headers)
+
+
+async def _send(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

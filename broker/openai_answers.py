@@ -1,0 +1,264 @@
+"""Answers in OpenAI's shapes: stream chunks, whole responses, error bodies (ING-1).
+
+A stream's bytes are built once, here. Text comes from :attr:`Delta.text`; what text cannot carry comes from
+:attr:`Delta.detail`, a JSON object whose ``logprobs`` (and other keys of ``CHOICE_KEYS``) belong to the choice, and all
+other keys (``tool_calls``, ``reasoning_content``) to the choice's ``delta`` or ``message``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from subjects.errors import ApiError
+from subjects.ids import RequestId
+from subjects.messages import Delta, Endpoint, Usage
+
+CHOICE_KEYS = ("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids")
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every part of one answer repeats."""
+
+    request: RequestId
+    endpoint: Endpoint
+    model: str
+    created_unix_s: int
+    choices: int
+    include_usage: bool
+
+    @classmethod
+    def now(cls, request: RequestId, endpoint: Endpoint, model: str, *, choices: int, include_usage: bool) -> AnswerHead:
+        """A head dated now."""
+        return cls(request, endpoint, model, int(time.time()), choices, include_usage)
+
+    @property
+    def public_id(self) -> str:
+        """The id a client sees."""
+        return f"{'chatcmpl' if self.endpoint is Endpoint.CHAT else 'cmpl'}-{self.request}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- errors
+
+
+def error_body(error: ApiError) -> bytes:
+    """``{"error": {...}}`` in OpenAI's shape (PAINS J5)."""
+    fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return _encode({"error": fields})
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error inside an open stream, and the stream's end (PAINS A6): SDKs raise instead of taking a cut text for whole."""
+    return b"data: " + error_body(error) + b"\n\n" + DONE
+
+
+# ---------------------------------------------------------------------------------------------------------------- usage
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """The engine's own counts, never ours (PAINS I1)."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _detail(delta: Delta) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``(keys of the choice, keys of the choice's delta)``"""
+    if not delta.detail:
+        return {}, {}
+    detail = _decode(delta.detail)
+    if not isinstance(detail, dict):
+        return {}, {}
+    return (
+        {key: value for key, value in detail.items() if key in CHOICE_KEYS},
+        {key: value for key, value in detail.items() if key not in CHOICE_KEYS},
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- streams
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream as JSON: role first, contents, a finish chunk per choice, then usage if asked for."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._chat = head.endpoint is Endpoint.CHAT
+        start: dict[str, Any] = {
+            "id": head.public_id,
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "created": head.created_unix_s,
+            "model": head.model,
+        }
+        self._open = _encode(start)[:-1] + b',"choices":['
+        # With include_usage every chunk but the last says that it has none, as OpenAI's reference has it.
+        self._close = b'],"usage":null}' if head.include_usage else b"]}"
+        self._role_sent = [False] * head.choices
+        # Most chunks are plain text: of those only the text is encoded anew.
+        field = b'"delta":{"content":' if self._chat else b'"text":'
+        self._text_open = [self._open + b'{"index":%d,' % choice + field for choice in range(head.choices)]
+        self._text_close = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._close
+
+    def chunks(self, delta: Delta) -> list[bytes]:
+        """The chunks of one delta; may be none."""
+        chunks: list[bytes] = []
+        index = delta.choice
+        if self._chat and not self._role_sent[index] and (delta.text or delta.detail or delta.finish_reason is not None):
+            self._role_sent[index] = True
+            chunks.append(self._chat_chunk(index, {"role": "assistant", "content": ""}, {}))
+        if delta.text and not delta.detail and delta.finish_reason is None:
+            chunks.append(self._text_open[index] + _encode(delta.text) + self._text_close)
+            return chunks
+        choice_keys, delta_keys = _detail(delta)
+        if not self._chat:
+            if delta.text or choice_keys or delta.finish_reason is not None:
+                choice = {"index": index, "text": delta.text, "logprobs": None, **choice_keys, **_finish(delta)}
+                chunks.append(self._open + _encode(choice) + self._close)
+            return chunks
+        content = {"content": delta.text, **delta_keys} if delta.text else delta_keys
+        if content or choice_keys:
+            chunks.append(self._chat_chunk(index, content, choice_keys))
+        if delta.finish_reason is not None:
+            chunks.append(self._chat_chunk(index, {}, {}, delta))
+        return chunks
+
+    def usage_chunk(self, usage: Usage | None) -> bytes | None:
+        """The last chunk, for those who asked for it (PAINS J1): no choices, only the counts."""
+        if usage is None or not self._head.include_usage:
+            return None
+        return self._open + b'],"usage":' + _encode(usage_fields(usage)) + b"}"
+
+    def _chat_chunk(
+        self, index: int, content: dict[str, Any], choice_keys: dict[str, Any], finish: Delta | None = None
+    ) -> bytes:
+        end = {"finish_reason": None} if finish is None else _finish(finish)
+        choice = {"index": index, "delta": content, "logprobs": None, **choice_keys, **end}
+        return self._open + _encode(choice) + self._close
+
+
+def _finish(delta: Delta) -> dict[str, Any]:
+    fields: dict[str, Any] = {"finish_reason": delta.finish_reason}
+    if delta.stop_reason is not None:
+        fields["stop_reason"] = delta.stop_reason
+    return fields
+
+
+def as_events(chunks: Iterable[bytes]) -> bytes:
+    """Chunks as server-sent events."""
+    return b"".join([b"data: " + chunk + b"\n\n" for chunk in chunks])
+
+
+# --------------------------------------------------------------------------------------------------------- whole answers
+
+
+@dataclass(slots=True)
+class _Choice:
+    texts: list[str] = field(default_factory=list)
+    keys: dict[str, Any] = field(default_factory=dict)
+    message: dict[str, Any] = field(default_factory=dict)
+    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class WholeAnswer:
+    """Gathers the deltas of an answer that is not streamed."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._choices = [_Choice() for _ in range(head.choices)]
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        """Takes the next deltas, in order."""
+        for delta in deltas:
+            choice = self._choices[delta.choice]
+            if delta.text:
+                choice.texts.append(delta.text)
+            if delta.detail:
+                choice_keys, delta_keys = _detail(delta)
+                _merge_choice_keys(choice.keys, choice_keys)
+                _merge_message(choice, delta_keys)
+            if delta.finish_reason is not None:
+                choice.finish_reason = delta.finish_reason
+                choice.stop_reason = delta.stop_reason
+
+    def body(self, usage: Usage | None) -> bytes:
+        """The response's JSON."""
+        chat = self._head.endpoint is Endpoint.CHAT
+        body: dict[str, Any] = {
+            "id": self._head.public_id,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": self._head.created_unix_s,
+            "model": self._head.model,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(self._choices)],
+        }
+        if usage is not None:
+            body["usage"] = usage_fields(usage)
+        return _encode(body)
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.texts)
+        fields: dict[str, Any] = {"index": index}
+        if self._head.endpoint is Endpoint.CHAT:
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **choice.message}
+            if choice.tool_calls:
+                message["tool_calls"] = [choice.tool_calls[place] for place in sorted(choice.tool_calls)]
+                message["content"] = text or None
+            fields["message"] = message
+        else:
+            fields["text"] = text
+        fields |= {"logprobs": None, **choice.keys, "finish_reason": choice.finish_reason}
+        if choice.stop_reason is not None:
+            fields["stop_reason"] = choice.stop_reason
+        return fields
+
+
+def _merge_choice_keys(kept: dict[str, Any], new: dict[str, Any]) -> None:
+    """Logprobs are objects of lists that grow: ``content`` of a chat, ``tokens`` and its sisters of a completion."""
+    for key, value in new.items():
+        old = kept.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _merge_choice_keys(old, value)
+        elif isinstance(old, list) and isinstance(value, list):
+            old.extend(value)
+        elif value is not None or key not in kept:
+            kept[key] = value
+
+
+def _merge_message(choice: _Choice, new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        if key == "tool_calls" and isinstance(value, list):
+            for call in value:
+                if isinstance(call, dict):
+                    _merge_tool_call(choice.tool_calls, call)
+        elif isinstance(value, str) and isinstance(choice.message.get(key), str) and key != "role":
+            choice.message[key] += value
+        elif value is not None or key not in choice.message:
+            choice.message[key] = value
+
+
+def _merge_tool_call(calls: dict[int, dict[str, Any]], part: dict[str, Any]) -> None:
+    """A streamed call comes in pieces: its id and name once, its arguments bit by bit."""
+    place = part.get("index")
+    place = place if isinstance(place, int) else len(calls)
+    kept = calls.setdefault(place, {"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
+    for key in ("id", "type"):
+        if part.get(key):
+            kept[key] = part[key]
+    function = part.get("function")
+    if isinstance(function, dict):
+        kept["function"]["name"] = function.get("name") or kept["function"]["name"]
+        kept["function"]["arguments"] += function.get("arguments") or ""

@@ -1,0 +1,329 @@
+"""Runs the request core on a bus: decode, step, encode. Nothing is decided here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, assert_never
+
+import structlog
+
+from broker.core.request_events import (
+    OFFER_CLAIM_S,
+    AnswerClaim,
+    BusReconnected,
+    BusRoundTripMade,
+    ClaimReceived,
+    DeleteTicket,
+    Deliver,
+    EndRequest,
+    EnsureQueue,
+    FramesReceived,
+    NotStoredReason,
+    OfferAnswered,
+    OfferOutcome,
+    OfferTicket,
+    PublishTicket,
+    QueueChecked,
+    RecordGrant,
+    RecordRestart,
+    RequestCommand,
+    RequestEvent,
+    SendBack,
+    Ticked,
+    TicketNotStored,
+    TicketStored,
+)
+from broker.core.requests import RequestCore
+from subjects import names
+from subjects.bus import Bus, BusMessage, Subscription
+from subjects.codec import decode, encode
+from subjects.errors import BusError, BusUnavailable, DecodeError, PayloadTooLarge, QueueFull, QueueMissing, RequestTimeout
+from subjects.ids import IngressId, ModelKey, model_key
+from subjects.messages import Claim, Frames, ModelDemand, OfferReply
+
+ROUND_TRIP_EVERY_S = 0.2
+ROUND_TRIP_TIMEOUT_S = 1.0
+QUEUE_CHECK_EVERY_S = 1.0
+BUS_RETRY_S = 0.5
+OUTBOX_MESSAGES_MAX = 100_000
+"""Beyond this the bus has stalled; what is dropped the protocol says again."""
+
+log = structlog.get_logger(__name__)
+
+
+class RequestSink(Protocol):
+    """Who hears of the requests. Methods are called inside a step, in order, and must not raise; they may submit events."""
+
+    def granted(self, grant: RecordGrant) -> None:
+        """A replica has the request."""
+
+    def delivered(self, deliver: Deliver) -> None:
+        """The next output of a request."""
+
+    def restarted(self, restart: RecordRestart) -> None:
+        """The request lost its replica and waits again."""
+
+    def ended(self, end: EndRequest) -> None:
+        """The request has ended."""
+
+    def discarded(self, kind: str) -> None:
+        """A message could not be decoded and was dropped."""
+
+
+class RequestShell:
+    """Connects one :class:`RequestCore` to one bus."""
+
+    def __init__(self, bus: Bus, ingress: IngressId, sink: RequestSink, *, queue_shards: int = 1) -> None:
+        self._bus = bus
+        self._ingress = ingress
+        self._sink = sink
+        self._shards = queue_shards
+        self._core = RequestCore(ingress)
+        self._events: deque[RequestEvent] = deque()
+        self._stepping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s: float | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._replies: dict[int, str] = {}
+        self._claims = 0
+        self._subscriptions: list[Subscription] = []
+        self._stopped = False
+        self.round_trip_s: float | None = None
+        """The last measured round trip to the bus, None while it does not answer."""
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return self._core.unfinished
+
+    def take_demand(self) -> tuple[ModelDemand, ...]:
+        """Counts for the telemetry since the last call."""
+        return self._core.take_demand(time.monotonic())
+
+    async def start(self) -> None:
+        """Subscribes, and keeps the streams of the work-queue in being. Works without a bus; it may come later."""
+        self._subscriptions = [
+            await self._bus.subscribe(names.claim(self._ingress), self._on_claim),
+            await self._bus.subscribe(names.out(self._ingress), self._on_frames),
+        ]
+        self._bus.on_reconnected(self._on_reconnected)
+        self._spawn(self._send_outbox())
+        self._spawn(self._ensure_queue())
+        self._spawn(self._check_round_trip())
+        self._spawn(self._check_queues())
+
+    async def stop(self) -> None:
+        """Forgets everything that runs here."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def step(self, event: RequestEvent) -> None:
+        """Tells the core and does what it asks for. A call from inside a step waits for that step's end."""
+        self._events.append(event)
+        if self._stepping or self._stopped:
+            return
+        self._stepping = True
+        try:
+            while self._events:
+                for command in self._core.step(time.monotonic(), self._events.popleft()):
+                    self._do(command)
+        finally:
+            self._stepping = False
+        self._arm()
+
+    # ------------------------------------------------------------------------------------------------------ commands out
+
+    def _do(self, command: RequestCommand) -> None:
+        match command:
+            case Deliver():
+                self._sink.delivered(command)
+            case SendBack():
+                self._post(names.back(command.replica), encode(command.back))
+            case AnswerClaim():
+                reply = self._replies.pop(command.token, "")
+                if reply:
+                    self._post(reply, encode(command.reply))
+            case PublishTicket():
+                self._spawn(self._publish(command))
+            case OfferTicket():
+                self._spawn(self._offer(command))
+            case DeleteTicket():
+                self._spawn(self._delete(command))
+            case EnsureQueue():
+                self._spawn(self._ensure_queue())
+            case RecordGrant():
+                self._sink.granted(command)
+            case RecordRestart():
+                self._sink.restarted(command)
+            case EndRequest():
+                self._sink.ended(command)
+            case _:
+                assert_never(command)
+
+    def _post(self, subject: str, payload: bytes) -> None:
+        """Core messages go out in order through one task; they may be lost, as on any bus."""
+        if len(self._outbox) < OUTBOX_MESSAGES_MAX:
+            self._outbox.append((subject, payload))
+            self._outbox_filled.set()
+
+    async def _send_outbox(self) -> None:
+        while True:
+            await self._outbox_filled.wait()
+            self._outbox_filled.clear()
+            while self._outbox:
+                subject, payload = self._outbox.popleft()
+                try:
+                    await self._bus.publish(subject, payload)
+                except PayloadTooLarge as error:
+                    log.warning("a message is too large for the bus", subject=subject, size_bytes=error.size_bytes)
+                except BusError:
+                    self._outbox.clear()  # What is late is wrong: the core says again what still matters.
+
+    async def _publish(self, command: PublishTicket) -> None:
+        ticket, profile = command.ticket, command.ticket.profile
+        about = (ticket.request, ticket.attempt, ticket.publication)
+        try:
+            stored = await self._bus.queue_publish(
+                model_key(profile.model_hash),
+                profile.sla_class,
+                profile.lane,
+                encode(ticket),
+                message_id=command.message_id,
+                ttl_s=command.ttl_s,
+            )
+        except QueueFull:
+            self.step(TicketNotStored(*about, NotStoredReason.QUEUE_FULL))
+        except QueueMissing:
+            self.step(TicketNotStored(*about, NotStoredReason.QUEUE_MISSING))
+        except RequestTimeout:
+            self.step(TicketNotStored(*about, NotStoredReason.TIMEOUT))
+        except BusError:
+            self.step(TicketNotStored(*about, NotStoredReason.BUS_UNAVAILABLE))
+        else:
+            self.step(TicketStored(*about, stored))
+
+    async def _offer(self, command: OfferTicket) -> None:
+        ticket = command.ticket
+        try:
+            raw = await self._bus.request(names.run(command.replica), encode(ticket), timeout_s=OFFER_CLAIM_S)
+            outcome = OfferOutcome.BUSY if decode(raw, OfferReply).busy else OfferOutcome.ACCEPTED
+        except DecodeError:
+            self._sink.discarded("offer-reply")
+            outcome = OfferOutcome.UNANSWERED
+        except BusError:
+            outcome = OfferOutcome.UNANSWERED
+        self.step(OfferAnswered(ticket.request, ticket.attempt, outcome))
+
+    async def _delete(self, command: DeleteTicket) -> None:
+        try:
+            await self._bus.queue_delete(command.stored)
+        except BusError as error:
+            log.debug("a ticket was not deleted; its claim will be refused", error=str(error))
+
+    async def _ensure_queue(self) -> None:
+        while True:
+            try:
+                await self._bus.ensure_queue()
+            except BusUnavailable:
+                pass
+            except BusError as error:
+                log.warning("the work-queue could not be created", error=str(error))
+            else:
+                return
+            await asyncio.sleep(BUS_RETRY_S)
+
+    # -------------------------------------------------------------------------------------------------------- events in
+
+    def _on_claim(self, message: BusMessage) -> None:
+        try:
+            claim = decode(message.payload, Claim)
+        except DecodeError:
+            self._sink.discarded("claim")
+            return
+        self._claims += 1
+        token = self._claims
+        self._replies[token] = message.reply
+        self.step(ClaimReceived(claim, token))
+        self._replies.pop(token, None)
+
+    def _on_frames(self, message: BusMessage) -> None:
+        try:
+            frames = decode(message.payload, Frames)
+        except DecodeError:
+            self._sink.discarded("frames")
+            return
+        self.step(FramesReceived(frames))
+
+    def _on_reconnected(self) -> None:
+        self.step(BusReconnected())
+        self._spawn(self._ensure_queue())
+
+    async def _check_round_trip(self) -> None:
+        while True:
+            try:
+                self.round_trip_s = await self._bus.round_trip(timeout_s=ROUND_TRIP_TIMEOUT_S)
+            except BusError:
+                self.round_trip_s = None
+            else:
+                self.step(BusRoundTripMade())
+            await asyncio.sleep(ROUND_TRIP_EVERY_S)
+
+    async def _check_queues(self) -> None:
+        while True:
+            await asyncio.sleep(QUEUE_CHECK_EVERY_S)
+            for models in self._by_shard(self._core.waiting_models()):
+                try:
+                    created = await self._bus.queue_created(models[0])
+                except BusError:
+                    continue
+                for model in models:
+                    self.step(QueueChecked(model, created))
+
+    def _by_shard(self, models: Sequence[ModelKey]) -> list[list[ModelKey]]:
+        shards: dict[int, list[ModelKey]] = {}
+        for model in models:
+            shards.setdefault(names.queue_shard(model, self._shards), []).append(model)
+        return list(shards.values())
+
+    # -------------------------------------------------------------------------------------------------------------- time
+
+    def _arm(self) -> None:
+        due_s = self._core.next_wake_s
+        if due_s == self._timer_due_s and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_due_s = due_s
+        if due_s is not None and not self._stopped:
+            delay_s = max(0.001, due_s - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.step(Ticked())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._stopped:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the gateway failed", error=repr(task.exception()))
