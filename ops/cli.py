@@ -140,6 +140,93 @@ def up(
     )
 
 
+_shards = click.option(
+    "--queue-shards", "shards", default=1, show_default=True, help="Streams of the work-queue; same everywhere."
+)
+_state = click.option(
+    "--state-dir", type=click.Path(path_type=Path), help="Where this part keeps its state. Default: below the user's state."
+)
+
+
+def _state_dir(given: Path | None, pool_name: str = "default") -> Path:
+    from ops.paths import pool_state
+
+    return given or pool_state(pool_name)
+
+
+@main.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, help="Port to listen on; 0 takes any free one.")
+@click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
+@click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
+@click.option("--id", "name", default="gateway", show_default=True, help="Name of this gateway on the bus.")
+@_shards
+@_nats
+def gateway(host: str, port: int, api_keys: Path | None, allow_open: bool, name: str, shards: int, nats_url: str) -> None:
+    """Run one gateway: the OpenAI endpoint and the NATS ingress.
+
+    \b
+    carpool gateway --nats nats://10.0.0.5:4222 --port 8080
+    """
+    from ops import parts
+
+    urls = _bus_url(nats_url).split(",")
+    sys.exit(
+        _run(
+            parts.gateway(
+                nats_urls=urls, name=name, host=host, port=port, api_keys=api_keys, allow_open=allow_open, shards=shards
+            )
+        )
+    )
+
+
+@main.command()
+@click.option("--id", "name", default="scheduler", show_default=True, help="Name of this scheduler on the bus.")
+@_shards
+@_state
+@_nats
+def scheduler(name: str, shards: int, state_dir: Path | None, nats_url: str) -> None:
+    """Run one scheduler; of several, one leads and the others stand by.
+
+    \b
+    carpool scheduler --nats nats://10.0.0.5:4222
+    """
+    from ops import parts
+
+    urls = _bus_url(nats_url).split(",")
+    sys.exit(_run(parts.scheduler(nats_urls=urls, name=name, state_dir=_state_dir(state_dir), shards=shards)))
+
+
+@main.command()
+@click.option("--device", "devices", multiple=True, help="A device to serve on, such as cpu:4GiB. May be repeated.")
+@click.option("--threads", default=0, help="CPU threads of each replica; 0 (default): as many as there are cores.")
+@click.option("--id", "name", default="", help="Name of this worker on the bus. Default: the host's name.")
+@_shards
+@_state
+@_nats
+def worker(devices: tuple[str, ...], threads: int, name: str, shards: int, state_dir: Path | None, nats_url: str) -> None:
+    """Run one worker agent: it starts and ends the replicas on this machine's devices.
+
+    \b
+    carpool worker --nats nats://10.0.0.5:4222 --device cpu:8GiB
+    """
+    from ops import parts
+
+    urls = _bus_url(nats_url).split(",")
+    sys.exit(
+        _run(
+            parts.worker(
+                nats_urls=urls,
+                name=name,
+                state_dir=_state_dir(state_dir),
+                devices=devices,
+                threads=threads,
+                shards=shards,
+            )
+        )
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- models
 
 

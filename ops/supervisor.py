@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -371,7 +371,8 @@ async def until_signal(pool: Pool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     broken = asyncio.create_task(pool.wait_broken())
-    await asyncio.wait([ended, asyncio.shield(broken)], return_when=asyncio.FIRST_COMPLETED)
+    waits: list[asyncio.Future[Any]] = [ended, broken]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     if ended.done():
         broken.cancel()
         return 0

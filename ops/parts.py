@@ -1,0 +1,56 @@
+"""The parts as processes of their own: ``carpool gateway``, ``carpool scheduler``, ``carpool worker``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ops import logs
+
+
+async def gateway(
+    *, nats_urls: Sequence[str], name: str, host: str, port: int, api_keys: Path | None, allow_open: bool, shards: int
+) -> int:
+    """Serves HTTP and the NATS ingress until SIGTERM."""
+    from broker.gateway import GatewayOptions
+    from broker.gateway_main import GatewayConfig, run_gateway
+
+    logs.configure("gateway")
+    config = GatewayConfig(
+        nats_urls=tuple(nats_urls),
+        host=host,
+        port=port,
+        api_keys=api_keys,
+        allow_open=allow_open,
+        gateway=GatewayOptions(name=name, queue_shards=shards),
+    )
+    return await run_gateway(config)
+
+
+async def scheduler(*, nats_urls: Sequence[str], name: str, state_dir: Path, shards: int) -> int:
+    """Decides until SIGTERM."""
+    from broker.scheduler import SchedulerConfig, run_scheduler
+
+    logs.configure("scheduler")
+    return await run_scheduler(
+        SchedulerConfig(nats_urls=tuple(nats_urls), name=name, state_dir=state_dir, queue_shards=shards)
+    )
+
+
+async def worker(
+    *, nats_urls: Sequence[str], name: str, state_dir: Path, devices: Sequence[str], threads: int, shards: int
+) -> int:
+    """Runs an agent and its replicas until SIGTERM."""
+    from workers.agent import AgentConfig, default_name, run_agent
+    from workers.devices import parse_devices
+
+    logs.configure("worker")
+    config = AgentConfig(
+        name=name or default_name(),
+        nats_urls=tuple(nats_urls),
+        state_dir=state_dir / "worker",
+        devices=parse_devices(devices),
+        threads=threads,
+        queue_shards=shards,
+    )
+    return await run_agent(config)
