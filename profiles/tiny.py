@@ -6,8 +6,6 @@ its weights are random: in ``config.json``, in ``README.md``, and in ``carpool.j
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from profiles.model_files import byte_symbols, tokenizer_json, write_bfloat16, write_json
 from subjects.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,8 +92,8 @@ def make_tiny(name: str, directory: Path, *, seed: int, size: str = "tiny", max_
 
 
 def _write(directory: Path, name: str, seed: int, size: _Size, max_context_len: int) -> None:
-    _write_safetensors(directory / "model.safetensors", _weights(seed, size))
-    _write_json(
+    write_bfloat16(directory / "model.safetensors", _weights(seed, size))
+    write_json(
         directory / "config.json",
         {
             "architectures": ["LlamaForCausalLM"],
@@ -121,9 +120,9 @@ def _write(directory: Path, name: str, seed: int, size: _Size, max_context_len: 
             "dtype": "bfloat16",
         },
     )
-    _write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 259})
-    _write_json(directory / "tokenizer.json", _tokenizer())
-    _write_json(
+    write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 259})
+    write_json(directory / "tokenizer.json", _tokenizer())
+    write_json(
         directory / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -135,16 +134,12 @@ def _write(directory: Path, name: str, seed: int, size: _Size, max_context_len: 
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    _write_json(directory / "carpool.json", {"name": name, "random_weights": True, "seed": seed})
+    write_json(directory / "carpool.json", {"name": name, "random_weights": True, "seed": seed})
     (directory / "README.md").write_text(
         f"# {name}\n\nA Llama with **random weights** (seed {seed}), made by Carpool for tests and demonstrations.\n"
         "It was never trained: its answers are noise, on purpose.\n",
         encoding="utf-8",
     )
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -195,94 +190,22 @@ def _unwanted_tokens() -> list[int]:
     return [byte for byte in range(256) if byte != 0x0A and not 0x20 <= byte < 0x7F] + list(range(256, 256 + len(_SPECIAL)))
 
 
-def _write_safetensors(path: Path, tensors: Mapping[str, NDArray[np.float32]]) -> None:
-    """The safetensors format in bfloat16: eight bytes of header length, the header in JSON, the data."""
-    import numpy as np
-
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parts: list[bytes] = []
-    offset = 0
-    for name in sorted(tensors):
-        bits = np.ascontiguousarray(tensors[name]).view(np.uint32)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
-        data = rounded.astype("<u2").tobytes()
-        header[name] = {"dtype": "BF16", "shape": list(tensors[name].shape), "data_offsets": [offset, offset + len(data)]}
-        parts.append(data)
-        offset += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 # ----------------------------------------------------------------------------------------------------------- tokenizer
 
 
-def _byte_symbols() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where it is visible, else one above U+00FF."""
-    symbols: list[str] = []
-    shifted = 0
-    for byte in range(256):
-        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE:
-            symbols.append(chr(byte))
-        else:
-            symbols.append(chr(256 + shifted))
-            shifted += 1
-    return symbols
-
-
 def _tokenizer() -> dict[str, Any]:
-    symbols = _byte_symbols()
+    symbols = byte_symbols()
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
-    next_id = 256 + len(_SPECIAL)
+    vocabulary |= {token: 256 + index for index, token in enumerate(_SPECIAL)}
     merges: list[list[str]] = []
-    space = symbols[0x20]
     for word in _WORDS.split():
-        left = space
+        left = symbols[0x20]
         for letter in word:
             merged = left + letter
             if merged not in vocabulary:
-                if next_id == VOCABULARY:
-                    break
-                vocabulary[merged] = next_id
+                if len(vocabulary) == VOCABULARY:
+                    return tokenizer_json(vocabulary, merges, _SPECIAL)
+                vocabulary[merged] = len(vocabulary)
                 merges.append([left, letter])
-                next_id += 1
             left = merged
-    assert next_id == VOCABULARY
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": 256 + index,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for index, token in enumerate(_SPECIAL)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocabulary | {token: 256 + index for index, token in enumerate(_SPECIAL)},
-            "merges": merges,
-        },
-    }
+    raise AssertionError("too few words to fill the vocabulary")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DEFAULT_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 """For models that bring no chat template; the engine uses the same one."""
 ESTIMATE_BYTES_PER_TOKEN = 4
