@@ -356,5 +356,26 @@ def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
     sys.exit(0 if result["ok"] else 1)
 
 
+@main.command()
+@click.argument("what", type=click.Choice(["gateway"]))
+@click.option("--seconds", default=8.0, show_default=True, help="Length of each measurement.")
+@click.option("--connections", default=16, show_default=True, help="Connections of the load.")
+@_json
+def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
+    """Measure the gateway beside a bare echo server in the same run.
+
+    \b
+    carpool bench gateway --json
+    """
+    import json
+
+    from ops.bench.gateway import bench_gateway
+
+    assert what == "gateway"
+    say = lambda line: click.echo(f"bench: {line}", err=True)  # noqa: E731
+    result = _run(bench_gateway(say, seconds=seconds, connections=connections))
+    click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
+
+
 if __name__ == "__main__":
     main()

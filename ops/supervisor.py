@@ -46,6 +46,8 @@ class PoolOptions:
     http_port: int = 0
     nats_url: str = ""
     nats_port: int = 0
+    nats_monitor_port: int = 0
+    """The embedded server's HTTP monitoring; 0 opens none."""
     redis_url: str = ""
     redis_port: int = 0
     devices: tuple[str, ...] = ()
@@ -215,13 +217,15 @@ class Pool:
         nats_url = options.nats_url
         if not nats_url:
             port = self._port("--nats-port", options.nats_port)
-            await self._run("nats", nats_server_argv(state / "nats", port=port, host="127.0.0.1"), environment)
+            await self._run(
+                "nats", nats_server_argv(state / "nats", port, monitor_port=options.nats_monitor_port or None), environment
+            )
             nats_url = f"nats://127.0.0.1:{port}"
             await self._until("nats", lambda: _listens("127.0.0.1", port))
         redis_url = options.redis_url
         if not redis_url:
             port = self._port("--redis-port", options.redis_port)
-            await self._run("valkey", valkey_server_argv(state / "valkey", port=port, host="127.0.0.1"), environment)
+            await self._run("valkey", valkey_server_argv(state / "valkey", port), environment)
             redis_url = f"redis://127.0.0.1:{port}/0"
 
         # Server addresses may hold credentials, so they travel in the environment and not in argument lists.
