@@ -1,8 +1,80 @@
-"""The scheduler's policy: which models are loaded where, who leaves for whom, and when."""
+"""The scheduler's policy: which models are loaded where, who leaves for whom, and when.
+
+The rules, in the order in which they bind:
+
+1. Nothing is decided before this scheduler leads, has the registry, and has heard every worker that beats.
+2. A model that waits and has no replica, ready or on its way, is *wanted*. So is one below its ``min_replicas``. One that
+   keeps waiting beside ready replicas may have one more, in free room only. Who has waited longest is served first.
+3. Free room is used first, on the device that it fits best. Otherwise others leave one device: idle before busy, then the
+   least recently used; never pinned ones, never below ``min_replicas``, never one that is on its way, and nobody at all
+   unless the newcomer then fits.
+4. An idle model may leave when it has been resident for ``residency_s_min`` or idle for ``idle_release_s``. A busy one stays
+   until the waiting model has waited ``minority_wait_s_max`` and its own residency has paid for the swap; then it is
+   drained, its new requests wait in the queue, and their wait is bounded by the same rule. With m models that all have
+   demand and room for one, nobody waits longer than minority_wait + m x (residency + drain + load).
+5. A model over that bound which still cannot be placed claims a device: nobody who has waited less may take room there.
+6. A load that fails backs off, doubling. While a model fails it may use free room, or evict what nobody has used for
+   ``failing_victim_idle_s``: it can never evict healthy models again and again. Its clients are told at once.
+7. When a load fails, victims that are wanted come back first (their drain cannot be undone, so compensation is a load).
+8. A model that no known device can ever hold is refused at once, with the numbers; one that could fit if pinned models or
+   minimum replicas did not hold the room is refused until they do not.
+"""
 
 from __future__ import annotations
 
-from broker.core.scheduler_events import SchedulerCommand, SchedulerEvent, SchedulerSettings
+import math
+from typing import assert_never
+
+from broker.core.catalogue import Catalogue, DeviceKey
+from broker.core.describe import seconds_text
+from broker.core.digest import DigestBuilder
+from broker.core.planning import Outlook, Planner, Want
+from broker.core.pool import Changes, Device, Pool, Presence, Replica
+from broker.core.scheduler_events import (
+    BeatSeen,
+    BusRoundTripMade,
+    CommandAnswered,
+    CommandUnanswered,
+    DigestRestored,
+    IngressReported,
+    LeadershipGained,
+    LeadershipLost,
+    ModelApplied,
+    ModelPinned,
+    ModelRemoved,
+    ModelUnpinned,
+    OperationSeen,
+    Placement,
+    RaiseAlert,
+    RegistryLoaded,
+    Resign,
+    SchedulerCommand,
+    SchedulerEvent,
+    SchedulerSettings,
+    Ticked,
+    UnloadRequested,
+    WorkerReported,
+)
+from broker.core.transactions import Fault, Stage, Transaction, Transactions
+from subjects.ids import ModelHash
+from subjects.messages import (
+    Alert,
+    CommandOutcome,
+    ModelRecord,
+    OperationEnded,
+    OperationProgressed,
+    ReplicaDied,
+    ReplicaState,
+    Severity,
+)
+
+ALERT_AGAIN_S = 60.0
+"""An alert of the same kind and scope is raised again at most this often."""
+EARLY_DEATH_S = 30.0
+EARLY_DEATHS_MAX = 3
+"""So many replicas in a row that die this soon after they were ready count as a failed load: a crash loop."""
+LOAD_SMOOTHING = 0.5
+"""Weight of the newest load in the running mean of a model's load times."""
 
 
 class SchedulerCore:
@@ -10,13 +82,392 @@ class SchedulerCore:
 
     def __init__(self, settings: SchedulerSettings | None = None) -> None:
         self.settings = settings or SchedulerSettings()
+        self.pool = Pool(self.settings)
+        self.transactions = Transactions(self.settings, self.pool)
+        self.catalogue = Catalogue()
+        self.planner = Planner(self.settings, self.pool, self.catalogue, self.transactions)
+        self.digests = DigestBuilder(self.settings, self.pool)
+        self.epoch: int | None = None
+        """Ours while we lead."""
         self.next_wake_s = 0.0
+        self._leads_since_s = 0.0
+        self._listening = True
+        self._unix_offset_s = 0.0
+        self._restores: list[Want] = []
+        self._alerted: dict[tuple[str, str], float] = {}
+        self._entry_of: dict[tuple[int, str], int] = {}
 
     @property
     def epoch_seen_max(self) -> int:
         """The highest epoch that any worker has reported; a new leader's epoch must be above it."""
-        raise NotImplementedError
+        return self.pool.epoch_seen_max
+
+    @property
+    def leads(self) -> bool:
+        """Whether this scheduler leads."""
+        return self.epoch is not None
+
+    # ------------------------------------------------------------------------------------------------------------ events
 
     def step(self, now_s: float, event: SchedulerEvent) -> list[SchedulerCommand]:
         """Takes one event and returns what must be done, in order."""
-        raise NotImplementedError
+        out: list[SchedulerCommand] = []
+        decide = True
+        match event:
+            case BeatSeen():
+                decide = self.pool.beat(event.worker, event.epoch_seen)
+            case WorkerReported():
+                changes = self.pool.report(now_s, event.snapshot)
+                self._reported(now_s, changes, out)
+                decide = changes.any
+            case IngressReported():
+                decide = self.pool.ingress(now_s, event.telemetry)
+            case CommandAnswered():
+                self._answered(now_s, event, out)
+            case CommandUnanswered():
+                decide = False  # The command is sent again, or given up, in its time.
+            case OperationSeen():
+                decide = self._operation_seen(now_s, event, out)
+            case RegistryLoaded():
+                self.catalogue.load(event.records)
+            case ModelApplied():
+                self.catalogue.apply(event.record)
+            case ModelRemoved():
+                self.catalogue.remove(event.name)
+            case ModelPinned():
+                self.catalogue.pin(event.name, True)
+            case ModelUnpinned():
+                self.catalogue.pin(event.name, False)
+            case UnloadRequested():
+                self._unload_requested(now_s, event.name, out)
+            case DigestRestored():
+                self.digests.restore(event.digest)
+            case LeadershipGained():
+                self.epoch = event.epoch
+                self.transactions.lead(event.epoch)
+                self._restores.clear()
+                self._leads_since_s = now_s
+                self._listening = True
+            case LeadershipLost():
+                self.epoch = None
+                self.transactions.lead(0)
+            case BusRoundTripMade():
+                self.pool.round_trip(now_s)
+                decide = False
+            case Ticked():
+                self._unix_offset_s = event.unix_s - now_s
+                self._tick(now_s, out)
+            case _:
+                assert_never(event)
+        if decide and self.leads:
+            self._settle(now_s, out)
+            if self._may_decide(now_s):
+                self._decide(now_s, out)
+            self._publish(now_s, out)
+        return out
+
+    def _tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        self.next_wake_s = now_s + self.settings.tick_s
+        for worker in self.pool.judge(now_s):
+            self.transactions.worker_died(now_s, worker)
+            lost = [replica.replica for replica in self.pool.replicas_of(worker.worker)]
+            text = f"worker {worker.worker} is silent and counts as dead, with {len(lost)} replicas"
+            evidence = {"replicas": " ".join(lost), "silence": f"{self.settings.dead_s:g} s or more"}
+            self._alert(now_s, Severity.CRITICAL, "worker-dead", worker.worker, text, evidence, "carpool get devices", out)
+        if self.pool.mass_silence:
+            text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
+            self._alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool doctor", out)
+        if self.leads:
+            self.transactions.tick(now_s, out)
+
+    def _reported(self, now_s: float, changes: Changes, out: list[SchedulerCommand]) -> None:
+        for replica in changes.appeared:
+            self.transactions.replica_seen(now_s, replica, out)
+        for replica in changes.changed:
+            ours = self.transactions.replica_seen(now_s, replica, out)
+            if not ours and replica.report.state is ReplicaState.FAILED:
+                self._lost(now_s, replica, replica.report.failure, out)
+        for replica in changes.vanished:
+            ours = self.transactions.replica_gone(now_s, replica.replica, "", out)
+            # A failed one was counted before; one that drained for somebody else left as it should.
+            if not ours and replica.report.state not in (ReplicaState.FAILED, ReplicaState.DRAINING):
+                self._lost(now_s, replica, "its worker lists it no more", out)
+
+    def _answered(self, now_s: float, event: CommandAnswered, out: list[SchedulerCommand]) -> None:
+        self.pool.epoch_seen_max = max(self.pool.epoch_seen_max, event.reply.epoch_seen)
+        if event.reply.outcome is CommandOutcome.STALE_EPOCH:
+            if self.leads and self.transactions.has_operation(event.reply.operation):
+                out.append(Resign(f"a worker has obeyed epoch {event.reply.epoch_seen}, ours is {self.epoch}"))
+            return
+        self.transactions.answered(now_s, event.reply, out)
+
+    def _operation_seen(self, now_s: float, event: OperationSeen, out: list[SchedulerCommand]) -> bool:
+        match event.event:
+            case OperationProgressed():
+                return False
+            case OperationEnded():
+                self.transactions.operation_ended(now_s, event.event, out)
+            case ReplicaDied():
+                replica = self.pool.ended(event.event.replica)
+                ours = self.transactions.replica_gone(now_s, event.event.replica, event.event.detail, out)
+                if replica is not None and (not ours or replica.report.running):
+                    self.pool.declare_dead(event.event.replica)
+                if replica is not None and not ours and replica.report.state is not ReplicaState.FAILED:
+                    self._lost(now_s, replica, event.event.detail, out)
+            case _:
+                assert_never(event.event)
+        return True
+
+    def _lost(self, now_s: float, replica: Replica, detail: str, out: list[SchedulerCommand]) -> None:
+        """A replica ended without being told to."""
+        self.pool.declare_dead(replica.replica)
+        if not self.leads:
+            return  # The leader may have told it to end; only the leader can know.
+        model = self.catalogue.model(replica.report.model_hash)
+        name = self.catalogue.name(replica.report.model_hash)
+        early = replica.ready_s is None or now_s - replica.ready_s < EARLY_DEATH_S
+        model.early_deaths = model.early_deaths + 1 if early else 0
+        if model.early_deaths >= EARLY_DEATHS_MAX:
+            self._load_failed(
+                now_s, replica.report.model_hash, f"{model.early_deaths} replicas died at once: {detail}", None
+            )
+        self.digests.note(now_s, "lost", name, detail or "it ended without being told to", replica=replica.replica)
+        text = f"replica {replica.replica} of {name} died: {detail}"
+        self._alert(now_s, Severity.WARNING, "replica-died", name, text, {}, f"carpool explain {name}", out)
+
+    def _unload_requested(self, now_s: float, name: str, out: list[SchedulerCommand]) -> None:
+        record = self.catalogue.records.get(name)
+        if record is None or not self.leads:
+            return
+        self.catalogue.model(record.model_hash).held_down = True
+        for replica in self._listed(record.model_hash):
+            self._retire(now_s, replica, "asked for by a person", forced=False, out=out)
+
+    # --------------------------------------------------------------------------------------------- what transactions bring
+
+    def _settle(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        while ended := self.transactions.ended():
+            for transaction in ended:
+                self._settle_one(now_s, transaction, out)
+
+    def _settle_one(self, now_s: float, transaction: Transaction, out: list[SchedulerCommand]) -> None:
+        for victim in transaction.victims.values():
+            outcome = "" if victim.gone else transaction.failure or "given up"
+            entry = self._entry_of.pop((transaction.number, victim.replica), None)
+            end_s = victim.gone_s if victim.gone else now_s
+            self.digests.close(entry, outcome or ("forced" if victim.forced else "unloaded"), end_s - victim.begun_s)
+            if victim.forced and victim.gone:
+                self.pool.declare_dead(victim.replica)
+        if transaction.overran:
+            text = f"replicas did not drain in {self.settings.drain_s:g} s and were ended: {transaction.reason}"
+            self._alert(now_s, Severity.WARNING, "drain-overrun", transaction.worker, text, {}, "carpool get replicas", out)
+        record = transaction.record
+        if record is None:
+            if transaction.stage is Stage.ABORTED and transaction.fault is Fault.PLACE:
+                text = transaction.failure
+                self._alert(
+                    now_s, Severity.CRITICAL, "unload-failed", transaction.worker, text, {}, "carpool get replicas", out
+                )
+            return
+        model = self.catalogue.model(record.model_hash)
+        entry = self._entry_of.pop((transaction.number, "load"), None)
+        took_s = transaction.took_s or now_s - transaction.begun_s
+        if transaction.stage is Stage.DONE:
+            self.digests.close(entry, "ready", took_s, replica=transaction.replica)
+            model.failures = model.excuses = 0
+            model.failure = ""
+            model.failed_on = None
+            known_s = model.load_s if model.load_s is not None else took_s
+            model.load_s = known_s + LOAD_SMOOTHING * (took_s - known_s)
+            return
+        self.digests.close(
+            entry, f"aborted: {transaction.failure}", now_s - transaction.begun_s, replica=transaction.replica
+        )
+        match transaction.fault:
+            case Fault.MODEL:
+                self._load_failed(now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device))
+            case Fault.PLACE:
+                model.excuses += 1
+                model.retry_s = now_s + self.settings.excuse_pause_s
+                if model.excuses >= self.settings.excuses_max:
+                    self._load_failed(
+                        now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device)
+                    )
+            case Fault.UNWANTED | Fault.NONE:
+                return
+            case _:
+                assert_never(transaction.fault)
+        self._compensate(transaction, record)
+        text = f"loading {record.name} on {transaction.worker}/{transaction.device} failed: {transaction.failure}"
+        evidence = {"attempt": str(model.failures), "next_try_in_s": f"{max(0.0, model.retry_s - now_s):.0f}"}
+        self._alert(
+            now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool get models {record.name}", out
+        )
+
+    def _load_failed(self, now_s: float, model_hash: ModelHash, failure: str, device: DeviceKey | None) -> None:
+        model = self.catalogue.model(model_hash)
+        pause_s = min(self.settings.backoff_s_max, self.settings.backoff_s_min * 2.0 ** min(model.failures, 16))
+        model.failures += 1
+        model.failure = failure
+        model.retry_s = now_s + pause_s
+        model.failed_on = device
+        model.excuses = model.early_deaths = 0
+
+    def _compensate(self, transaction: Transaction, record: ModelRecord) -> None:
+        """Victims that somebody wants come back to where they were, before anybody else is placed."""
+        for victim in transaction.victims.values():
+            theirs = self.catalogue.of_hash(victim.model_hash)
+            if theirs is not None and victim.gone:
+                why = f"back, since loading {record.name} failed"
+                device = (transaction.worker, transaction.device)
+                self._restores.append(Want(theirs, 0.0, why, evicts=False, restores=True, device=device))
+
+    # ---------------------------------------------------------------------------------------------------------- deciding
+
+    def _may_decide(self, now_s: float) -> bool:
+        if not self.catalogue.loaded:
+            return False
+        if self._listening:
+            led_s = now_s - self._leads_since_s
+            unheard = any(w.snapshot is None and w.presence is not Presence.DEAD for w in self.pool.workers.values())
+            self._listening = led_s < self.settings.listen_s or (unheard and led_s < self.settings.listen_s_max)
+        return not self._listening
+
+    def _decide(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        for model_hash, demand in self.planner.look(now_s).items():
+            if demand.any:
+                model = self.catalogue.model(model_hash)
+                model.last_used_s = now_s
+                model.held_down = False
+        self._drop_unwanted(now_s)
+        self._retire_what_must_go(now_s, out)
+        restores, self._restores = self._restores, []
+        claimed: set[DeviceKey] = set()
+        for want in self.planner.wants(restores):
+            model = self.catalogue.model(want.record.model_hash)
+            if model.retry_s > now_s:
+                continue
+            placement = self.planner.plan(now_s, want, claimed)
+            if isinstance(placement, Placement):
+                self._begin(now_s, placement, want, out)
+            elif want.waits and want.evicts and not model.failures and want.wait_s >= self.settings.minority_wait_s_max:
+                claim = self.planner.claim(want, claimed)
+                if claim is not None:
+                    claimed.add(claim)
+        self._settle(now_s, out)
+
+    def _begin(self, now_s: float, placement: Placement, want: Want, out: list[SchedulerCommand]) -> None:
+        leaving = [self.pool.replicas[victim] for victim in placement.victims]
+        transaction = self.transactions.place(now_s, placement, want.record, restores=want.restores, out=out)
+        where = f"{placement.worker}/{placement.device}"
+        for replica in leaving:
+            name = self.catalogue.name(replica.report.model_hash)
+            reason = f"{self.planner.usage(now_s, replica)}; makes room for {want.record.name}"
+            number = self.digests.note(now_s, "evict", name, reason, replica=replica.replica, device=where)
+            self._entry_of[(transaction.number, replica.replica)] = number
+        action = "restore" if want.restores else "load"
+        number = self.digests.note(now_s, action, want.record.name, placement.reason, device=where)
+        self._entry_of[(transaction.number, "load")] = number
+
+    def _retire(self, now_s: float, replica: Replica, reason: str, *, forced: bool, out: list[SchedulerCommand]) -> None:
+        if replica.replica in self.pool.leaving:
+            return
+        transaction = self.transactions.retire(now_s, replica, reason, forced=forced, out=out)
+        where = f"{replica.worker}/{replica.report.device}"
+        name = self.catalogue.name(replica.report.model_hash)
+        number = self.digests.note(now_s, "unload", name, reason, replica=replica.replica, device=where)
+        self._entry_of[(transaction.number, replica.replica)] = number
+
+    def _drop_unwanted(self, now_s: float) -> None:
+        """A newcomer that still waits for its device, and for which nobody waits any more, is not loaded."""
+        for transaction in list(self.transactions.running.values()):
+            record = transaction.record
+            if record is None or transaction.stage is not Stage.WAITING:
+                continue
+            gone = self.catalogue.of_hash(record.model_hash) is None
+            wanted = self.planner.demand(record.model_hash).any or record.min_replicas or transaction.restores
+            if gone or not wanted:
+                self.transactions.abandon(now_s, transaction)
+
+    def _retire_what_must_go(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """Models nobody applied, replicas declared dead that still exist, drains nobody finishes, long idleness."""
+        idle_unload_s = self.settings.idle_unload_s
+        for replica in sorted(self.pool.replicas.values(), key=lambda r: r.replica):
+            worker = self.pool.workers[replica.worker]
+            if replica.replica in self.pool.leaving or not worker.usable or replica.report.state is ReplicaState.FAILED:
+                continue
+            record = self.catalogue.of_hash(replica.report.model_hash)
+            if replica.dead:
+                self._retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
+            elif record is None:
+                forced = replica.report.state is not ReplicaState.READY
+                self._retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
+            elif replica.report.state is ReplicaState.DRAINING:
+                self._retire(now_s, replica, "its drain was begun and nobody finishes it", forced=False, out=out)
+            elif (
+                idle_unload_s is not None
+                and replica.report.state is ReplicaState.READY
+                and not self.planner.demand(record.model_hash).any
+                and (idle_s := self.planner.idle_s(now_s, replica)) >= idle_unload_s
+                and not self.planner.stays(replica)
+            ):
+                self._retire(
+                    now_s, replica, f"idle for {seconds_text(self.planner.idle_s(now_s, replica))}", forced=False, out=out
+                )
+
+    def _listed(self, model_hash: ModelHash) -> list[Replica]:
+        found = [r for r in self.pool.replicas.values() if r.report.model_hash == model_hash and not r.dead]
+        return sorted(found, key=lambda r: r.replica)
+
+    # ----------------------------------------------------------------------------------------------------- digest, alerts
+
+    def _publish(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        assert self.epoch is not None
+        outlooks = {}
+        for record in self.catalogue.by_name():
+            outlook = self.planner.outlook(now_s, record) if self._may_decide(now_s) else Outlook()
+            outlooks[record.name] = (record, outlook)
+            if outlook.permanent:
+                self._alert(
+                    now_s,
+                    Severity.WARNING,
+                    "cannot-fit",
+                    record.name,
+                    f"{record.name} {outlook.refusal}",
+                    {},
+                    "carpool get devices",
+                    out,
+                )
+        command = self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks)
+        if command is not None:
+            out.append(command)
+
+    def _alert(
+        self,
+        now_s: float,
+        severity: Severity,
+        kind: str,
+        scope: str,
+        text: str,
+        evidence: dict[str, str],
+        remedy: str,
+        out: list[SchedulerCommand],
+    ) -> None:
+        if not self.leads or now_s - self._alerted.get((kind, scope), -math.inf) < ALERT_AGAIN_S:
+            return
+        self._alerted[(kind, scope)] = now_s
+        alert = Alert(
+            at_unix_s=now_s + self._unix_offset_s,
+            severity=severity,
+            kind=kind,
+            scope=scope,
+            text=text,
+            evidence=evidence,
+            remedy=remedy,
+        )
+        out.append(RaiseAlert(alert))
+
+
+def _runs(device: Device, record: ModelRecord) -> bool:
+    snapshot = device.worker.snapshot
+    return snapshot is not None and record.engine_type in snapshot.engines

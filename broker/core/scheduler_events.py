@@ -5,7 +5,7 @@ Events are in the past tense, commands in the imperative. All durations are seco
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
@@ -55,7 +55,7 @@ class SchedulerSettings:
     excuse_pause_s: float = 1.0
     load_s_max: float = 300.0
     unload_s_max: float = 15.0
-    step_grace_s: float = 5.0
+    step_grace_s: float = 10.0
     """How much longer than the agent's own bound a step may take before it counts as failed."""
     answer_s_max: float = 1.0
     """How long a command may go without an answer before it is sent again."""
@@ -260,8 +260,8 @@ SchedulerCommand = SendCommand | PublishDigest | RaiseAlert | Resign
 # ------------------------------------------------------------------------------------------------------------- decisions
 
 
-class Victory(Enum):
-    """How a model got its room."""
+class Means(Enum):
+    """How a model gets its room."""
 
     FREE_ROOM = "free room"
     IDLE_LEFT = "idle models leave"
@@ -276,19 +276,14 @@ class Placement:
     worker: WorkerId
     device: DeviceId
     victims: tuple[ReplicaId, ...]
-    victory: Victory
+    means: Means
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoPlacement:
-    """Why a model cannot be placed now. ``permanent``: no device that we know could ever hold it.
-
-    ``refuse`` tells whether its clients should be told now rather than wait. ``wait_s`` is when to look again at the latest.
-    """
+    """Why a model cannot be placed now. ``permanent``: no device that we know could ever hold it."""
 
     reason: str
-    refuse: bool = False
     permanent: bool = False
-    retry_after_s: int = 5
-    facts: dict[str, str] = field(default_factory=dict)
+    retry_after_s: int = 0

@@ -1,0 +1,104 @@
+"""The models of the registry as the scheduler sees them, and what it remembers of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from subjects.ids import DeviceId, ModelHash, WorkerId
+from subjects.messages import ModelRecord
+
+DeviceKey = tuple[WorkerId, DeviceId]
+
+
+@dataclass(slots=True)
+class Model:
+    """What is remembered of one model hash."""
+
+    last_used_s: float = -math.inf
+    load_s: float | None = None
+    """Running mean of observed load times."""
+    failures: int = 0
+    """Failed loads in a row."""
+    failure: str = ""
+    retry_s: float = 0.0
+    """No load before this time."""
+    excuses: int = 0
+    """Loads in a row that ended by no fault of the model."""
+    early_deaths: int = 0
+    """Replicas in a row that died soon after they were ready."""
+    failed_on: DeviceKey | None = None
+    held_down: bool = False
+    """A person unloaded it: only demand brings it back."""
+
+    def clear(self) -> None:
+        """Forgets failures: the model is ready, or was applied anew."""
+        self.failures = self.excuses = self.early_deaths = 0
+        self.failure = ""
+        self.retry_s = 0.0
+        self.failed_on = None
+        self.held_down = False
+
+
+class Catalogue:
+    """Records by name and by hash. Several names may share a model; the first of them speaks for it."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, ModelRecord] = {}
+        self.loaded = False
+        """Whether the whole registry was read."""
+        self._of_hash: dict[ModelHash, ModelRecord] = {}
+        self._models: dict[ModelHash, Model] = {}
+        self._pins: dict[str, bool] = {}
+
+    def load(self, records: Iterable[ModelRecord]) -> None:
+        """The whole registry."""
+        self.records = {record.name: record for record in records}
+        self.loaded = True
+        self._index()
+
+    def apply(self, record: ModelRecord) -> None:
+        """Adds or replaces one; its failures are forgotten."""
+        self.records[record.name] = record
+        self.model(record.model_hash).clear()
+        self._index()
+
+    def remove(self, name: str) -> None:
+        """Forgets a name."""
+        self.records.pop(name, None)
+        self._index()
+
+    def _index(self) -> None:
+        self._of_hash.clear()
+        for name in sorted(self.records):
+            self._of_hash.setdefault(self.records[name].model_hash, self.records[name])
+
+    def pin(self, name: str, pinned: bool) -> None:
+        """A person's word; it wins over the record's."""
+        self._pins[name] = pinned
+
+    def pinned(self, record: ModelRecord) -> bool:
+        """Whether a model may not be evicted."""
+        return self._pins.get(record.name, record.pinned)
+
+    def by_name(self) -> list[ModelRecord]:
+        """All records in order of name."""
+        return [self.records[name] for name in sorted(self.records)]
+
+    def by_hash(self) -> list[ModelRecord]:
+        """One record for each model, in order of name."""
+        return sorted(self._of_hash.values(), key=lambda record: record.name)
+
+    def of_hash(self, model_hash: ModelHash) -> ModelRecord | None:
+        """The record that speaks for a model, or None when nobody applied it."""
+        return self._of_hash.get(model_hash)
+
+    def model(self, model_hash: ModelHash) -> Model:
+        """The memory of a model, made when it is first asked for."""
+        return self._models.setdefault(model_hash, Model())
+
+    def name(self, model_hash: ModelHash) -> str:
+        """A name for people."""
+        record = self.of_hash(model_hash)
+        return record.name if record is not None else model_hash[:16]

@@ -1,0 +1,46 @@
+"""Numbers as people read them, for reasons and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subjects.messages import ModelRecord
+
+_LOAD_BYTES_PER_S_GUESS = 200 * 1024 * 1024
+_LOAD_S_GUESS = 5.0
+"""What a load may take as long as none was observed: starting an engine, then reading the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a model takes of a device."""
+
+    text: str
+    load_s_guess: float
+
+
+def describe_need(record: ModelRecord) -> Need:
+    """The model's budget with its parts, and a first guess of its load time."""
+    parts = (
+        f"weights {bytes_text(record.weights_bytes)} + KV {bytes_text(record.kv_bytes)}"
+        f" + overhead {bytes_text(record.overhead_bytes)}"
+    )
+    return Need(
+        text=f"{bytes_text(record.budget_bytes)} ({parts})",
+        load_s_guess=_LOAD_S_GUESS + record.weights_bytes / _LOAD_BYTES_PER_S_GUESS,
+    )
+
+
+def bytes_text(count: int) -> str:
+    """``3.1 GiB``, ``512.0 MiB``; small sizes in KiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1024:.0f} KiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.4 s``, ``12 s``, ``3 min``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

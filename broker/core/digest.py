@@ -1,0 +1,121 @@
+"""What the scheduler tells everybody: the digest of the pool, and the timeline of its actions with their reasons."""
+
+from __future__ import annotations
+
+import msgspec
+
+from broker.core.planning import Outlook
+from broker.core.pool import Pool, Presence
+from broker.core.scheduler_events import PublishDigest, SchedulerSettings
+from subjects.ids import ReplicaId
+from subjects.messages import ModelRecord, PoolDigest, PoolModel, PoolReplica, ReplicaState, TimelineEntry
+
+
+class DigestBuilder:
+    """Builds a digest when something changed or the last one grows old, and keeps the timeline.
+
+    The timeline's times are monotonic inside and become wall-clock times on the way out.
+    """
+
+    def __init__(self, settings: SchedulerSettings, pool: Pool) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._sequence = 0
+        self._notes = 0
+        self._closes = 0
+        self._timeline: dict[int, TimelineEntry] = {}
+        self._restored: tuple[TimelineEntry, ...] = ()
+        self._published_s: float | None = None
+        self._last: object = None
+        self.latest: PoolDigest | None = None
+
+    def restore(self, digest: PoolDigest) -> None:
+        """Goes on from the last digest of an earlier leader: its dead stay dead."""
+        self._sequence = max(self._sequence, digest.sequence)
+        self._restored = digest.timeline[-self._settings.timeline_entries_max :]
+        for replica in digest.dead:
+            self._pool.declare_dead(replica)
+
+    def note(
+        self, now_s: float, action: str, model: str, reason: str, *, replica: ReplicaId | None = None, device: str = ""
+    ) -> int:
+        """Adds an action to the timeline and returns its number for :meth:`close`."""
+        self._notes += 1
+        self._timeline[self._notes] = TimelineEntry(
+            at_unix_s=now_s, action=action, model=model, replica=replica, device=device, reason=reason
+        )
+        while len(self._timeline) > self._settings.timeline_entries_max:
+            del self._timeline[next(iter(self._timeline))]
+        return self._notes
+
+    def close(self, number: int | None, outcome: str, took_s: float, *, replica: ReplicaId | None = None) -> None:
+        """Tells how an action ended; one that is no longer in the timeline is ignored."""
+        self._closes += 1
+        entry = self._timeline.get(number) if number is not None else None
+        if entry is not None and number is not None:
+            self._timeline[number] = msgspec.structs.replace(
+                entry, outcome=outcome, took_s=round(took_s, 3), replica=replica or entry.replica
+            )
+
+    def timeline(self, unix_offset_s: float) -> tuple[TimelineEntry, ...]:
+        """Oldest first, in wall-clock time."""
+        ours = tuple(
+            msgspec.structs.replace(entry, at_unix_s=entry.at_unix_s + unix_offset_s) for entry in self._timeline.values()
+        )
+        return (self._restored + ours)[-self._settings.timeline_entries_max :]
+
+    def build(
+        self, now_s: float, epoch: int, unix_offset_s: float, outlooks: dict[str, tuple[ModelRecord, Outlook]]
+    ) -> PublishDigest | None:
+        """The digest to publish now, or None when nothing has changed and the last one is fresh."""
+        replicas = tuple(
+            PoolReplica(
+                replica=replica.replica,
+                model_hash=replica.report.model_hash,
+                worker=replica.worker,
+                device=replica.report.device,
+                state=self._state(replica.replica, replica.report.state),
+                suspect=self._pool.workers[replica.worker].presence is Presence.SUSPECT,
+            )
+            for replica in sorted(self._pool.replicas.values(), key=lambda r: r.replica)
+            if not replica.dead
+        )
+        models = tuple(
+            PoolModel(
+                model_hash=record.model_hash,
+                name=name,
+                estimated_wait_s=round(outlook.estimated_wait_s, 1),
+                refusal=outlook.refusal,
+                retry_after_s=outlook.retry_after_s,
+                permanent=outlook.permanent,
+            )
+            for name, (record, outlook) in outlooks.items()
+        )
+        # Waits shrink all the time: they alone are no reason to publish.
+        told = (
+            epoch,
+            replicas,
+            tuple(self._pool.dead),
+            self._notes,
+            self._closes,
+            tuple((m.name, bool(m.refusal)) for m in models),
+        )
+        fresh = self._published_s is not None and now_s - self._published_s < self._settings.digest_s
+        if fresh and told == self._last:
+            return None
+        self._last = told
+        self._published_s = now_s
+        self._sequence += 1
+        self.latest = PoolDigest(
+            epoch=epoch,
+            sequence=self._sequence,
+            replicas=replicas,
+            models=models,
+            dead=tuple(self._pool.dead),
+            timeline=self.timeline(unix_offset_s),
+        )
+        return PublishDigest(self.latest)
+
+    def _state(self, replica: ReplicaId, state: ReplicaState) -> ReplicaState:
+        leaves = replica in self._pool.leaving and state is ReplicaState.READY
+        return ReplicaState.DRAINING if leaves else state

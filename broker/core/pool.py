@@ -1,0 +1,413 @@
+"""What the scheduler knows of the pool: workers, devices, replicas and demand, with the verdicts on silence.
+
+The agents' reports are the truth about what is loaded, the gateways' about who waits. Two corrections are ours: a replica
+whose end we heard of stays ended even if an older report still lists it, and a replica once declared dead stays dead.
+
+Silence is not measured in seconds but in *heard seconds*, which pass only between two round trips on our own bus that are
+close to each other. While the bus, or this process, is paused nobody falls silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from broker.core.scheduler_events import SchedulerSettings
+from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId, base_name
+from subjects.messages import DeviceReport, IngressTelemetry, ReplicaReport, ReplicaState, WorkerSnapshot
+
+COMING = frozenset({ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING})
+"""States on the way to ready: busy by definition, never evicted."""
+
+
+class Presence(Enum):
+    """A verdict on a worker."""
+
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker agent as we know it. ``last_heard`` is in heard seconds."""
+
+    worker: WorkerId
+    last_heard: float
+    presence: Presence = Presence.LIVE
+    snapshot: WorkerSnapshot | None = None
+    died_s: float = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether new work may go there."""
+        return self.presence is Presence.LIVE and self.snapshot is not None and not self.snapshot.draining
+
+
+@dataclass(slots=True)
+class Replica:
+    """A replica as last reported. ``dead``: declared dead although its agent may still list it."""
+
+    worker: WorkerId
+    report: ReplicaReport
+    reported_s: float
+    ready_s: float | None = None
+    """Since when it is ready."""
+    dead: bool = False
+
+    @property
+    def replica(self) -> ReplicaId:
+        return self.report.replica
+
+    @property
+    def last_used_s(self) -> float:
+        """When its agent last saw it hold a request."""
+        return self.reported_s if self.report.running else self.reported_s - self.report.idle_s
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device of a worker."""
+
+    worker: Worker
+    report: DeviceReport
+
+    @property
+    def key(self) -> tuple[WorkerId, DeviceId]:
+        return (self.worker.worker, self.report.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Demand for one model over all gateways, now."""
+
+    waiting: int = 0
+    running: int = 0
+    oldest_wait_s: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        return self.waiting + self.running > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room promised to a replica that is not listed yet; ``sent`` once its load command went out.
+
+    One with ``until_s`` has outlived its transaction: the agent may hold that room, and its next report will tell.
+    """
+
+    worker: WorkerId
+    device: DeviceId
+    replica_name: str
+    model_hash: ModelHash
+    budget_bytes: int
+    sent: bool = False
+    until_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Ingress:
+    last_heard: float
+    reported_s: float
+    sequence: int
+    demand: dict[ModelHash, Demand] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a report or verdict changed, for whoever must act on it."""
+
+    appeared: tuple[Replica, ...] = ()
+    changed: tuple[Replica, ...] = ()
+    vanished: tuple[Replica, ...] = ()
+
+    @property
+    def any(self) -> bool:
+        return bool(self.appeared or self.changed or self.vanished)
+
+
+class Pool:
+    """Everything reported, and the arithmetic of room on it."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._settings = settings
+        self._heard_s = 0.0
+        self._round_trip_s: float | None = None
+        self._ingresses: dict[IngressId, _Ingress] = {}
+        self._ended: dict[ReplicaId, None] = {}
+        self.workers: dict[WorkerId, Worker] = {}
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self._of_model: dict[ModelHash, dict[ReplicaId, None]] = {}
+        self._of_worker: dict[WorkerId, dict[ReplicaId, None]] = {}
+        self._named: dict[tuple[WorkerId, str], ReplicaId] = {}
+        self.dead: dict[ReplicaId, None] = {}
+        """Declared dead, oldest first; bounded."""
+        self.reservations: dict[str, Reservation] = {}
+        """By replica name."""
+        self.leaving: set[ReplicaId] = set()
+        """Replicas that a transaction drains or unloads. Only ever asked for membership."""
+        self.epoch_seen_max = 0
+        self.mass_silence = False
+
+    # ------------------------------------------------------------------------------------------------------- hearing
+
+    def round_trip(self, now_s: float) -> None:
+        """Our own bus works: the time since the last proof counts as heard."""
+        if self._round_trip_s is not None:
+            gap_s = now_s - self._round_trip_s
+            if gap_s <= self._settings.round_trip_gap_s_max:
+                self._heard_s += gap_s
+        self._round_trip_s = now_s
+
+    def beat(self, worker: WorkerId, epoch_seen: int) -> bool:
+        """A sign of life; True when the worker is new or back from silence."""
+        self.epoch_seen_max = max(self.epoch_seen_max, epoch_seen)
+        known = self.workers.get(worker)
+        if known is None:
+            self.workers[worker] = Worker(worker, self._heard_s)
+            return True
+        known.last_heard = self._heard_s
+        was = known.presence
+        known.presence = Presence.LIVE
+        return was is not Presence.LIVE
+
+    def report(self, now_s: float, snapshot: WorkerSnapshot) -> Changes:
+        """Takes an agent's whole state; one older than what we have is only a sign of life."""
+        self.beat(snapshot.worker, snapshot.epoch_seen)
+        worker = self.workers[snapshot.worker]
+        if worker.snapshot is not None and snapshot.sequence <= worker.snapshot.sequence:
+            return Changes()
+        worker.snapshot = snapshot
+        reports = [_queued_as_coming(report) for report in snapshot.replicas]
+        listed = {report.replica for report in reports}
+        vanished = [replica for replica in self.replicas_of(snapshot.worker) if replica.replica not in listed]
+        for replica in vanished:
+            self.ended(replica.replica)
+        appeared: list[Replica] = []
+        changed: list[Replica] = []
+        for report in reports:
+            if report.replica in self._ended:
+                continue
+            old = self.replicas.get(report.replica)
+            ready_s = None
+            if report.state is ReplicaState.READY:
+                ready_s = old.ready_s if old is not None and old.ready_s is not None else now_s - report.state_s
+            replica = Replica(snapshot.worker, report, now_s, ready_s, report.replica in self.dead)
+            self._put(replica)
+            if old is None:
+                appeared.append(replica)
+            elif old.report.state is not report.state:
+                changed.append(replica)
+        return Changes(tuple(appeared), tuple(changed), tuple(vanished))
+
+    def ended(self, replica: ReplicaId) -> Replica | None:
+        """The replica's process is gone; older reports cannot bring it back."""
+        self._ended[replica] = None
+        while len(self._ended) > self._settings.dead_replicas_max:
+            self._ended.pop(next(iter(self._ended)))
+        return self._pop(replica)
+
+    def load_failed(self, replica: ReplicaId, failure: str) -> None:
+        """A load ended badly and its process is gone: shown as failed until its agent forgets it, and charged no more."""
+        known = self.replicas.get(replica)
+        if known is not None:
+            known.report = msgspec.structs.replace(known.report, state=ReplicaState.FAILED, budget_bytes=0, failure=failure)
+
+    def _put(self, replica: Replica) -> None:
+        self.replicas[replica.replica] = replica
+        self._of_model.setdefault(replica.report.model_hash, {})[replica.replica] = None
+        self._of_worker.setdefault(replica.worker, {})[replica.replica] = None
+        self._named[(replica.worker, base_name(replica.replica))] = replica.replica
+
+    def _pop(self, replica: ReplicaId) -> Replica | None:
+        known = self.replicas.pop(replica, None)
+        if known is not None:
+            self._of_model[known.report.model_hash].pop(replica)
+            self._of_worker[known.worker].pop(replica)
+            self._named.pop((known.worker, base_name(replica)), None)
+        return known
+
+    def declare_dead(self, replica: ReplicaId) -> None:
+        """For ever: an incarnation is never reused."""
+        self.dead[replica] = None
+        while len(self.dead) > self._settings.dead_replicas_max:
+            self.dead.pop(next(iter(self.dead)))
+        if replica in self.replicas:
+            self.replicas[replica].dead = True
+
+    def judge(self, now_s: float) -> tuple[Worker, ...]:
+        """Gives verdicts on silence and returns the workers that have just been declared dead."""
+        settings = self._settings
+        present = [worker for worker in self.workers.values() if worker.presence is not Presence.DEAD]
+        silences = {worker.worker: self._heard_s - worker.last_heard for worker in present}
+        # Agents that fall silent together do not fall silent in the same millisecond: half the bound counts as together.
+        together = sum(silence_s >= settings.dead_s / 2 for silence_s in silences.values())
+        self.mass_silence = together >= settings.mass_silence_workers_min and together > settings.mass_silence_share * len(
+            present
+        )
+        bound_s = settings.dead_s + (settings.mass_silence_extra_s if self.mass_silence else 0.0)
+        died = []
+        for worker in present:
+            silence_s = silences[worker.worker]
+            if silence_s >= bound_s:
+                worker.presence = Presence.DEAD
+                worker.died_s = now_s
+                died.append(worker)
+                for replica in self.replicas_of(worker.worker):
+                    self.declare_dead(replica.replica)
+            else:
+                worker.presence = Presence.SUSPECT if silence_s >= settings.suspect_s else Presence.LIVE
+        for worker in [w for w in self.workers.values() if w.presence is Presence.DEAD]:
+            if now_s - worker.died_s >= settings.worker_forgotten_s:
+                for replica in self.replicas_of(worker.worker):
+                    self._pop(replica.replica)
+                del self.workers[worker.worker]
+        for name, held in list(self.reservations.items()):
+            over = held.until_s is not None and (now_s >= held.until_s or not self._unlisted([held]))
+            if over or held.worker not in self.workers or self.workers[held.worker].presence is Presence.DEAD:
+                del self.reservations[name]
+        for ingress, seen in list(self._ingresses.items()):
+            if self._heard_s - seen.last_heard >= settings.ingress_silent_s:
+                del self._ingresses[ingress]
+        return tuple(died)
+
+    def ingress(self, now_s: float, telemetry: IngressTelemetry) -> bool:
+        """Takes a gateway's whole demand; True when a model starts to wait there."""
+        old = self._ingresses.get(telemetry.ingress)
+        if old is not None and telemetry.sequence <= old.sequence:
+            old.last_heard = self._heard_s
+            return False
+        demand: dict[ModelHash, Demand] = {}
+        for entry in telemetry.demand:
+            demand[entry.model_hash] = _sum(
+                demand.get(entry.model_hash, Demand()), Demand(entry.waiting, entry.running, entry.oldest_wait_s)
+            )
+        self._ingresses[telemetry.ingress] = _Ingress(self._heard_s, now_s, telemetry.sequence, demand)
+        before = old.demand if old is not None else {}
+        return any(d.waiting and not before.get(model, Demand()).waiting for model, d in demand.items())
+
+    # -------------------------------------------------------------------------------------------------------- asking
+
+    def demand(self, now_s: float) -> dict[ModelHash, Demand]:
+        """Demand by model over all gateways. A wait has grown since it was reported."""
+        total: dict[ModelHash, Demand] = {}
+        for seen in self._ingresses.values():
+            for model, demand in seen.demand.items():
+                age_s = now_s - seen.reported_s if demand.waiting else 0.0
+                aged = Demand(demand.waiting, demand.running, demand.oldest_wait_s + age_s if demand.waiting else 0.0)
+                total[model] = _sum(total.get(model, Demand()), aged)
+        return total
+
+    def replicas_of(self, worker: WorkerId) -> list[Replica]:
+        """All that is listed of a worker."""
+        return [self.replicas[replica] for replica in self._of_worker.get(worker, ())]
+
+    def replicas_for(self, model: ModelHash) -> list[Replica]:
+        """All that is listed of a model."""
+        return [self.replicas[replica] for replica in self._of_model.get(model, ())]
+
+    def replicas_on(self, device: Device) -> list[Replica]:
+        """All that is listed of a device, in order of id."""
+        on = [r for r in self.replicas_of(device.worker.worker) if r.report.device == device.report.device]
+        return sorted(on, key=lambda replica: replica.replica)
+
+    def open_replicas(self, model: ModelHash) -> list[Replica]:
+        """Ready, staying and not dead: those that serve."""
+        return [
+            replica
+            for replica in self.replicas_for(model)
+            if replica.report.state is ReplicaState.READY
+            and not replica.dead
+            and replica.replica not in self.leaving
+            and not self._worker_leaves(replica.worker)
+        ]
+
+    def coming_replicas(self, model: ModelHash) -> int:
+        """On their way to ready: listed ones, and promised ones that are not listed yet."""
+        listed = [
+            replica
+            for replica in self.replicas_for(model)
+            if replica.report.state in COMING
+            and not replica.dead
+            and replica.replica not in self.leaving
+            and not self._worker_leaves(replica.worker)
+        ]
+        return len(listed) + sum(r.model_hash == model for r in self._unlisted(self.reservations.values()))
+
+    def _worker_leaves(self, worker: WorkerId) -> bool:
+        known = self.workers[worker]
+        return known.presence is Presence.DEAD or (known.snapshot is not None and known.snapshot.draining)
+
+    def devices(self, *, usable: bool) -> list[Device]:
+        """All known devices in order of worker and device id; ``usable`` leaves only those that may take new work."""
+        found = [
+            Device(worker, report)
+            for worker in self.workers.values()
+            if worker.snapshot is not None and (worker.usable or not usable)
+            for report in worker.snapshot.devices
+        ]
+        return sorted(found, key=lambda device: device.key)
+
+    def replica_named(self, worker: WorkerId, replica_name: str) -> Replica | None:
+        """The listed replica that a load command named."""
+        replica = self._named.get((worker, replica_name))
+        return self.replicas[replica] if replica is not None else None
+
+    # ---------------------------------------------------------------------------------------------------------- room
+
+    def charged_bytes(self, device: Device) -> int:
+        """What replicas take of a device now, with load commands that went out and what the agent holds back besides."""
+        listed = sum(r.report.budget_bytes for r in self.replicas_on(device))
+        snapshot = device.worker.snapshot
+        in_report = sum(
+            report.budget_bytes
+            for report in (snapshot.replicas if snapshot is not None else ())
+            if report.device == device.report.device
+        )
+        besides = max(0, device.report.reserved_bytes - in_report)
+        return listed + besides + sum(r.budget_bytes for r in self.promised(device) if r.sent)
+
+    def free_now_bytes(self, device: Device) -> int:
+        """Room for a load that starts this instant."""
+        return device.report.memory_bytes - self.charged_bytes(device)
+
+    def free_planned_bytes(self, device: Device) -> int:
+        """Room once all running transactions have ended as planned: who leaves is gone, who was promised room has it."""
+        promised = sum(r.budget_bytes for r in self.promised(device) if not r.sent)
+        leaving = sum(r.report.budget_bytes for r in self.replicas_on(device) if r.replica in self.leaving)
+        return self.free_now_bytes(device) - promised + leaving
+
+    def promised_models(self, device: Device) -> list[ModelHash]:
+        """Models of replicas that are promised room there and not listed yet."""
+        return [reservation.model_hash for reservation in self.promised(device)]
+
+    def models_on(self, device: Device) -> list[ModelHash]:
+        """Models listed there, and promised ones."""
+        return [replica.report.model_hash for replica in self.replicas_on(device)] + self.promised_models(device)
+
+    def loads_running(self, device: Device) -> int:
+        """Loads under way on a device: they are serial."""
+        listed = sum(r.report.state in COMING and not r.dead for r in self.replicas_on(device))
+        return listed + sum(r.sent for r in self.promised(device))
+
+    def promised(self, device: Device) -> list[Reservation]:
+        """Room there that is promised and not yet taken."""
+        return self._unlisted(r for r in self.reservations.values() if (r.worker, r.device) == device.key)
+
+    def _unlisted(self, reservations: Iterable[Reservation]) -> list[Reservation]:
+        return [r for r in reservations if self.replica_named(r.worker, r.replica_name) is None]
+
+
+def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
+    """A load that waits for its turn is listed as absent; to us it is on its way, and charged."""
+    if report.state is not ReplicaState.ABSENT:
+        return report
+    return msgspec.structs.replace(report, state=ReplicaState.FETCHING)
+
+
+def _sum(one: Demand, other: Demand) -> Demand:
+    return Demand(one.waiting + other.waiting, one.running + other.running, max(one.oldest_wait_s, other.oldest_wait_s))
