@@ -29,7 +29,7 @@ KV_DEFAULT_BYTES_MAX = 4 << 30
 """Cap of the default KV budget where a full batch of longest contexts would ask for more."""
 
 _HEADER_BYTES_MAX = 100 << 20  # the format's own limit
-_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _FLOATING = frozenset({"F32", "F16", "BF16"})
 _SCALED_IN_CONFIG = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "default"})
 """RoPE kinds whose ``max_position_embeddings`` already has the scaling in it, as the engine reads them."""

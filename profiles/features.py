@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
+import math
+import re
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from profiles.blocks import chain_head, tenant_salt
+from profiles.capacity import lane_of, pages_for
+from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
-from subjects.messages import Endpoint, ModelRecord, RequestKind, RequestProfile, SlaClass
+from subjects.messages import Endpoint, EngineType, ModelRecord, RequestKind, RequestProfile, SlaClass
+
+COMPLETION_TOKENS_DEFAULT = 16
+"""What OpenAI's completions route generates when the body names no ``max_tokens``."""
+TASK_PRIORITY: Mapping[RequestKind, int] = {
+    RequestKind.INFERENCE: 10,
+    RequestKind.BATCH: 5,
+    RequestKind.HEALTH_CHECK: 10,
+    RequestKind.FINE_TUNE_VALIDATION: 1,
+    RequestKind.LOAD_TEST: 1,
+}
+"""Given for inference and fine-tune validation (ING-4); a probe must see what inference sees, a load test must yield."""
+EXPECTED_QUANTILE = 0.75
+"""The share of finished requests that an expected length covers: pages held in vain cost less than a preemption."""
+SAMPLES_MIN = 8
+"""Fewer finished requests than this say nothing."""
+SAMPLES_KEPT = 128
+"""The last lengths of one key; older ones are forgotten, so that the estimate follows a change of traffic."""
+KEYS_MAX = 4096
+"""Keys (model, tenant, kind) remembered at once: some 10 MB; the one used longest ago goes first."""
+
+_STRUCTURED_FIELDS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "logits_processors",
+)
+_FIXED_FIELDS = (
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "best_of",
+    "echo",
+)
+"""Each of these depends on what was generated before, or is not the same after a cut (DESIGN 3.7)."""
+_ADAPTER = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +78,7 @@ class BodyFields:
     priority: int = 0
     history_turns: int = 0
     continuable: bool = False
+    """As far as the body alone decides; the engine has its say in :func:`build_profile`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +94,113 @@ class RequestContext:
     kind: RequestKind = RequestKind.INFERENCE
 
 
+# -------------------------------------------------------------------------------------------------------------- fields
+
+
 def parse_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> BodyFields:
     """Reads and checks the fields; everything else in the body is the engine's business.
 
     Raises:
         ApiError: 400 with ``param``, for a field of the wrong type or range.
     """
-    raise NotImplementedError
+    chat = endpoint is Endpoint.CHAT
+    max_tokens = _integer(body, "max_completion_tokens", None, 1) if chat else None
+    if max_tokens is None:
+        # A completions body may ask for no token at all, to have its prompt scored.
+        max_tokens = _integer(body, "max_tokens", None, 1 if chat else 0)
+    n = _integer(body, "n", 1, 1, 1024) or 1
+    tools = chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
+    fmt = body.get("response_format")
+    structured = (isinstance(fmt, Mapping) and fmt.get("type", "text") != "text") or any(
+        body.get(name) for name in _STRUCTURED_FIELDS
+    )
+    options = body.get("stream_options")
+    presence = _number(body, "presence_penalty", 0.0, -2.0, 2.0)
+    frequency = _number(body, "frequency_penalty", 0.0, -2.0, 2.0)
+    repetition = _number(body, "repetition_penalty", 1.0, 0.0, 1e6)
+    fixed = any(body.get(name) not in (None, [], {}, "", False, 0) for name in _FIXED_FIELDS) or body.get("seed") is not None
+    logprobs = body.get("logprobs") not in (None, False) or body.get("prompt_logprobs") is not None
+    prompts = body.get("prompt")
+    many = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)
+    model = body.get("model")
+    adapter = body.get("adapter")
+    if adapter is not None and (not isinstance(adapter, str) or _ADAPTER.fullmatch(adapter) is None):
+        raise ApiError(400, "adapter must be a name of up to 128 letters, digits, '.', '_', '/' or '-'", param="adapter")
+    return BodyFields(
+        model=model if isinstance(model, str) else "",
+        max_tokens=max_tokens,
+        stream=_boolean(body, "stream"),
+        include_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
+        temperature=_number(body, "temperature", 1.0, 0.0, 1e6),
+        top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
+        n=n,
+        stop=_stop(body.get("stop")),
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        adapter=adapter or "",
+        structured=structured,
+        tools=tools,
+        priority=_integer(body, "priority", 0, -(2**31), 2**31 - 1) or 0,
+        history_turns=_turns(body.get("messages")) if chat else 0,
+        continuable=not (
+            structured or tools or n > 1 or many or fixed or logprobs or presence != 0 or frequency != 0 or repetition != 1
+        ),
+    )
+
+
+def _integer(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int = 2**31 - 1) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        raise ApiError(400, f"{name} must be a whole number from {low} to {high}", param=name)
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not low <= value <= high:  # NaN is outside of every range
+        raise ApiError(400, f"{name} must be a number from {low:g} to {high:g}", param=name)
+    return float(value)
+
+
+def _boolean(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{name} must be true or false", param=name)
+    return value
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ApiError(400, "stop must be a string or a list of strings", param="stop")
+    return tuple(stop for stop in stops if stop)
+
+
+def _turns(messages: Any) -> int:
+    """Earlier answers in the conversation: above 5 its KV tends to lie in fragments (ING-4)."""
+    if not isinstance(messages, list):
+        return 0
+    return sum(1 for message in messages if isinstance(message, Mapping) and message.get("role") == "assistant")
+
+
+# ------------------------------------------------------------------------------------------------------------- profile
+
+
+def prompt_entropy(token_ids: Sequence[int]) -> float:
+    """Shannon entropy in bits of the distribution of token ids; 0 for an empty prompt."""
+    total = len(token_ids)
+    if total == 0:
+        return 0.0
+    weighted = sum(count * math.log2(count) for count in Counter(token_ids).values() if count > 1)
+    return max(0.0, math.log2(total) - weighted / total)
 
 
 def build_profile(
@@ -64,18 +213,138 @@ def build_profile(
 ) -> RequestProfile:
     """The profile of one request; ``prompts`` are the token ids of ``Tokenizers.get(record).prompts(endpoint, body)``.
 
+    Counts are over all prompts of the body. The prefix chain is that of a single prompt; several have none.
+
     Raises:
-        ApiError: 400 ``context_length_exceeded``, the prompt leaves no room for one output token.
+        ApiError: 400 ``context_length_exceeded``, a prompt leaves no room for one output token.
     """
-    raise NotImplementedError
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    room = record.max_context_len - longest
+    if room < min(1, fields.max_tokens if fields.max_tokens is not None else 1):
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {record.max_context_len} tokens, and the prompt has {longest} tokens. "
+            "Please shorten the prompt.",
+            param="messages" if endpoint is Endpoint.CHAT else "prompt",
+            code="context_length_exceeded",
+        )
+    if fields.max_tokens is not None:
+        max_tokens = min(fields.max_tokens, room)
+    else:
+        max_tokens = room if endpoint is Endpoint.CHAT else min(COMPLETION_TOKENS_DEFAULT, room)
+    learned = lengths.expected(record.model_hash, context.tenant, context.kind)
+    expected = min(max_tokens, record.max_output_tokens_default if learned is None else learned)
+    input_tokens = sum(len(prompt) for prompt in prompts)
+    pages = sum(_pages(len(prompt), expected, fields.n, record.block_size) for prompt in prompts)
+    head, blocks = b"", 0
+    if len(prompts) == 1:
+        head, blocks = chain_head(prompts[0], record.block_size, tenant_salt(context.tenant))
+    return RequestProfile(
+        model_hash=record.model_hash,
+        endpoint=endpoint,
+        tenant=context.tenant,
+        sla_class=context.sla_class or record.sla_class,
+        lane=lane_of(pages),
+        kind=context.kind,
+        max_tokens=max_tokens,
+        stream=fields.stream,
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        n=fields.n,
+        stop_count=len(fields.stop),
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        adapter=fields.adapter,
+        structured=fields.structured,
+        tools=fields.tools,
+        priority=fields.priority,
+        input_tokens=input_tokens,
+        prompt_entropy=prompt_entropy(prompts[0] if len(prompts) == 1 else [item for prompt in prompts for item in prompt]),
+        expected_output_tokens=expected,
+        token_ratio=expected / input_tokens if input_tokens else float(expected),
+        history_turns=fields.history_turns,
+        prefix_head=head,
+        prefix_blocks=blocks,
+        kv_pages_needed=pages,
+        preferred_engine=_preferred_engine(record, fields),
+        business_id=context.business_id,
+        chain_id=context.chain_id,
+        environment=context.environment,
+        task_priority=TASK_PRIORITY[context.kind],
+        deadline_unix_s=context.deadline_unix_s,
+        continuable=fields.continuable and record.engine_type is not EngineType.OPENAI_HTTP,
+    )
+
+
+def _pages(prompt_tokens: int, output_tokens: int, n: int, block_size: int) -> int:
+    """Choices share the prompt's full blocks; each has the rest, and its own output, for itself."""
+    shared = prompt_tokens // block_size
+    own = pages_for(prompt_tokens - shared * block_size + output_tokens, block_size)
+    return shared + n * own
+
+
+def _preferred_engine(record: ModelRecord, fields: BodyFields) -> EngineType | None:
+    """Tools, formats and adapters are exact only in an engine with vLLM's OpenAI layer or in a server that has its own."""
+    if record.engine_type is EngineType.SIMULATED:
+        return EngineType.SIMULATED
+    return record.engine_type if fields.structured or fields.tools or fields.adapter else None
+
+
+# ------------------------------------------------------------------------------------------------------------- lengths
+
+
+@dataclass(slots=True)
+class _Ring:
+    """The last lengths in order of arrival, and the same ones sorted: an exact quantile is one look."""
+
+    latest: deque[int] = field(default_factory=deque)
+    ordered: list[int] = field(default_factory=list)
+
+    def add(self, value: int) -> None:
+        if len(self.latest) == SAMPLES_KEPT:
+            oldest = self.latest.popleft()
+            del self.ordered[bisect_left(self.ordered, oldest)]
+        self.latest.append(value)
+        insort(self.ordered, value)
+
+    def quantile(self, share: float) -> int:
+        """The smallest value that at least ``share`` of the samples do not exceed."""
+        return self.ordered[max(0, math.ceil(share * len(self.ordered)) - 1)]
 
 
 class OutputLengths:
-    """Output lengths seen lately, by model, tenant and kind; bounded memory, old values are forgotten."""
+    """Output lengths seen lately, by model, tenant and kind; bounded memory, old values are forgotten.
+
+    The exact quantile of the last ``SAMPLES_KEPT`` values of a key, which is simpler than a sketch and follows a change at
+    once. While a tenant has too few, all tenants of the model and kind stand in. One thread.
+    """
+
+    def __init__(self, keys_max: int = KEYS_MAX) -> None:
+        if keys_max < 1:
+            raise ValueError("keys_max must be at least 1")
+        self._keys_max = keys_max
+        self._rings: OrderedDict[tuple[ModelHash, Tenant | None, RequestKind], _Ring] = OrderedDict()
 
     def observe(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind, output_tokens: int) -> None:
-        """A request finished by itself (not by its limit) after ``output_tokens``."""
+        """A request finished by itself or by its limit after ``output_tokens``; not one that was cancelled or failed."""
+        for key in ((model_hash, tenant, kind), (model_hash, None, kind)):
+            ring = self._rings.get(key)
+            if ring is None:
+                ring = self._rings[key] = _Ring()
+                if len(self._rings) > self._keys_max:
+                    self._rings.popitem(last=False)
+            self._rings.move_to_end(key)
+            ring.add(max(0, output_tokens))
 
     def expected(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind) -> int | None:
-        """The expected length, or None while too little was seen."""
-        raise NotImplementedError
+        """The expected length, at least 1, or None while too little was seen."""
+        for key in ((model_hash, tenant, kind), (model_hash, None, kind)):
+            ring = self._rings.get(key)
+            if ring is not None and len(ring.ordered) >= SAMPLES_MIN:
+                return max(1, ring.quantile(EXPECTED_QUANTILE))
+        return None
+
+    def forget(self, model_hash: ModelHash) -> None:
+        """Drops what is known of a model that is gone."""
+        for key in [key for key in self._rings if key[0] == model_hash]:
+            del self._rings[key]

@@ -72,15 +72,18 @@ def _weights_hash(entries: Iterable[tuple[str, int, str]]) -> str:
     return hashlib.sha256(b"carpool weights 1\n" + manifest.encode()).hexdigest()
 
 
-def tokenizer_hash(directory: Path) -> str:
-    """SHA-256 in hex over the tokenizer's files and chat template; models with equal ones count tokens alike."""
+def tokenizer_hash(directory: Path, chat_template: str = "") -> str:
+    """SHA-256 in hex over the tokenizer's files and chat template; models with equal ones count tokens alike.
+
+    ``chat_template`` is one that the service declares in place of the model's own.
+    """
     digests = Digests()
     state = hashlib.sha256(b"carpool tokenizer 1\n")
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
             state.update(f"{digests.file(directory / name)} {name}\n".encode())
-    if not has_chat_template(directory):
-        state.update(DEFAULT_CHAT_TEMPLATE.encode())
+    if chat_template or not has_chat_template(directory):
+        state.update((chat_template or DEFAULT_CHAT_TEMPLATE).encode())
     return state.hexdigest()
 
 
@@ -95,13 +98,15 @@ def has_chat_template(directory: Path) -> bool:
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
-def directory_model_hash(directory: Path, of_weights: str, variant: str) -> ModelHash:
-    """The model hash of files on disk. ``variant`` is the precision it is loaded in: each has its own hash (WRK-6).
+def directory_model_hash(directory: Path, of_weights: str, of_tokenizer: str, variant: Mapping[str, object]) -> ModelHash:
+    """The model hash of files on disk.
+
+    ``variant`` is how they are loaded: the precision, of which each has its own hash (WRK-6), and the engine's options.
 
     Raises:
         ConfigError: a configuration file is missing or is not JSON.
     """
-    state = hashlib.sha256(f"carpool model 1\n{of_weights}\n{tokenizer_hash(directory)}\n{variant}\n".encode())
+    state = hashlib.sha256(f"carpool model 1\n{of_weights}\n{of_tokenizer}\n{canonical_json(variant)}\n".encode())
     for name in _CONFIG_FILES:
         if (directory / name).is_file() or name == "config.json":
             state.update(f"{name} {canonical_json(read_json(directory / name))}\n".encode())

@@ -76,22 +76,26 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     config = hashing.read_json(directory / "config.json")
     shape = capacity.read_shape(config, str(directory / "config.json"))
     dtype = capacity.resolve_dtype(config, engine.dtype)
-    per_token = capacity.kv_bytes_per_token(shape, dtype)
+    kv_dtype = str(engine.options.get("kv_cache_dtype", "auto"))
+    kv_dtype = "fp8" if kv_dtype.startswith("fp8") else dtype
+    per_token = capacity.kv_bytes_per_token(shape, kv_dtype)
     context_len = _context_len(engine.max_context_len, shape.max_context_len)
     kv_bytes = _kv_bytes(service, per_token, context_len)
     weights_hash = hashing.weights_hash(directory)
-    weights_bytes = weights.loaded_bytes(dtype)
+    tokenizer_hash = hashing.tokenizer_hash(directory, str(engine.options.get("chat_template", "")))
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory}: no tokenizer.json; save the model's fast tokenizer there")
     return _record(
         service,
-        model_hash=hashing.directory_model_hash(directory, weights_hash, dtype),
+        model_hash=hashing.directory_model_hash(
+            directory, weights_hash, tokenizer_hash, {"dtype": dtype, "options": engine.options}
+        ),
         weights_hash=weights_hash,
-        kv_signature=capacity.kv_signature(shape, dtype, weights_hash, config, engine.block_size),
+        kv_signature=capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size),
         source=str(directory),
         tokenizer=directory,
         dtype=dtype,
-        weights_bytes=weights_bytes,
+        weights_bytes=weights.loaded_bytes(dtype),
         per_token=per_token,
         kv_bytes=kv_bytes,
         overhead_bytes=capacity.CPU_OVERHEAD_BYTES,
@@ -217,7 +221,7 @@ def _record(
         engine_options=dict(engine.options) if options is None else options,
         model_id=spec.model or service.metadata.name,
         tokenizer_source=str(tokenizer) if tokenizer else "",
-        tokenizer_hash=hashing.tokenizer_hash(tokenizer) if tokenizer else "",
+        tokenizer_hash=hashing.tokenizer_hash(tokenizer, str(engine.options.get("chat_template", ""))) if tokenizer else "",
         mode=strategy.mode,
         supported_dtypes=strategy.supported_dtypes,
         gpu_memory_utilization=engine.gpu_memory_utilization,

@@ -1,32 +1,125 @@
-"""The registry of models in SQLite (PRO-2)."""
+"""The registry of models in SQLite (PRO-2): the scheduler's own copy of the ``carpool-models`` bucket.
+
+The columns are for people and reports; the truth is the MessagePack record beside them. Every ``put`` and ``delete`` is on
+disk when it returns, so a kill at any moment leaves either the state before or the state after.
+"""
 
 from __future__ import annotations
 
+import sqlite3
+import threading
 from pathlib import Path
 
+from subjects.codec import decode, encode
+from subjects.errors import ConfigError, DecodeError
+from subjects.ids import ModelHash
 from subjects.messages import ModelRecord
+
+SCHEMA_VERSION = 1
+_BUSY_TIMEOUT_S = 5.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS models (
+    name             TEXT PRIMARY KEY,
+    revision         INTEGER NOT NULL,
+    model_hash       TEXT NOT NULL,
+    weights_hash     TEXT NOT NULL,
+    engine_type      TEXT NOT NULL,
+    min_gpu_mem_gb   REAL NOT NULL,
+    max_context_len  INTEGER NOT NULL,
+    warmup_tokens    INTEGER NOT NULL,
+    tokenizer        TEXT NOT NULL,
+    kv_signature     TEXT NOT NULL,
+    sla_ttft_p95_ms  INTEGER NOT NULL,
+    sla_p95_latency_ms INTEGER,
+    record           BLOB NOT NULL
+) STRICT;
+CREATE INDEX IF NOT EXISTS models_by_hash ON models (model_hash);
+"""
 
 
 class Registry:
     """Model records by name, in one SQLite file. Blocking: call it off the hot path. Safe from several threads."""
 
     def __init__(self, path: Path) -> None:
-        raise NotImplementedError
+        """Opens the file, or makes it.
+
+        Raises:
+            ConfigError: the file cannot be used, in one line.
+        """
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"{path}: the registry cannot be opened ({error}); check the folder's permissions") from None
+        try:
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = FULL")
+            version = self._database.execute("PRAGMA user_version").fetchone()[0]
+            if version > SCHEMA_VERSION:
+                raise ConfigError(f"{path}: written by a newer Carpool (schema {version}); upgrade, or name another folder")
+            self._database.executescript(_SCHEMA)
+            self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        except sqlite3.Error as error:
+            self._database.close()
+            raise ConfigError(f"{path}: is not a registry ({error}); move the file away, it is filled again") from None
+        except ConfigError:
+            self._database.close()
+            raise
 
     def put(self, record: ModelRecord) -> None:
-        """Stores ``record`` under its name; it is on disk when this returns."""
+        """Stores ``record`` under its name, in place of an earlier one; it is on disk when this returns."""
+        row = (
+            record.name,
+            record.revision,
+            record.model_hash,
+            record.weights_hash,
+            record.engine_type.value,
+            record.budget_bytes / 10**9,
+            record.max_context_len,
+            record.warmup_tokens,
+            record.tokenizer_hash,
+            record.kv_signature,
+            record.sla.ttft_p95_ms,
+            record.sla.p95_latency_ms,
+            encode(record),
+        )
+        places = ", ".join("?" * len(row))
+        with self._lock:
+            self._database.execute(f"INSERT OR REPLACE INTO models VALUES ({places})", row)  # noqa: S608 - question marks
 
     def get(self, name: str) -> ModelRecord | None:
         """The record of that name."""
-        raise NotImplementedError
+        return next(iter(self._records("WHERE name = ?", name)), None)
+
+    def by_hash(self, model_hash: ModelHash) -> ModelRecord | None:
+        """The first record, by name, of that model hash."""
+        return next(iter(self._records("WHERE model_hash = ?", model_hash)), None)
 
     def delete(self, name: str) -> bool:
         """Whether there was such a record."""
-        raise NotImplementedError
+        with self._lock:
+            return self._database.execute("DELETE FROM models WHERE name = ?", (name,)).rowcount > 0
 
     def list(self) -> list[ModelRecord]:
-        """All records by name."""
-        raise NotImplementedError
+        """All records by name. One that a newer version wrote and this one cannot read is left out."""
+        return list(self._records(""))
 
     def close(self) -> None:
         """Closes the file; calling again does nothing."""
+        with self._lock:
+            self._database.close()
+
+    def _records(self, where: str, *values: str) -> tuple[ModelRecord, ...]:
+        query = f"SELECT record FROM models {where} ORDER BY name"  # noqa: S608 - our own text
+        with self._lock:
+            rows = self._database.execute(query, values).fetchall()
+        records: list[ModelRecord] = []
+        for (data,) in rows:
+            try:
+                records.append(decode(data, ModelRecord))
+            except DecodeError:
+                continue
+        return tuple(records)
