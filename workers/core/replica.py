@@ -1,22 +1,502 @@
-"""The replica's side of the request protocol."""
+"""The replica's side of the request protocol (DESIGN section 3), as a pure core.
+
+It pulls tickets by capacity (:mod:`workers.core.pulling`), claims each from its gateway, runs what is granted, and keeps
+every token until the gateway has confirmed it. It never decides who runs what: a gateway's silence, ``Cancel`` or not naming
+a request ends the request here, and an attempt that ended here never runs here again.
+"""
 
 from __future__ import annotations
 
-from subjects.ids import ReplicaId
-from workers.core.replica_events import ReplicaCommand, ReplicaEvent
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import assert_never
+
+from subjects.ids import IngressId, ReplicaId
+from subjects.messages import (
+    Back,
+    Cancel,
+    Claim,
+    Delta,
+    FailureKind,
+    Frames,
+    Gone,
+    Grant,
+    Held,
+    Refusal,
+    RefusalReason,
+    Resend,
+    Ticket,
+)
+from workers.core.held_request import HeldRequest, Key, Phase
+from workers.core.pulling import PullPlanner
+from workers.core.replica_events import (
+    CLAIM_TRIES_MAX,
+    CONFIRM_S,
+    DELIVERIES_MAX,
+    ENDED_MAX,
+    ENDED_S,
+    FRAME_BYTES_MAX,
+    FRAME_DELTAS_MAX,
+    HELD_SILENCE_S,
+    RECONNECT_GRACE_S,
+    ROUND_TRIP_FRESH_S,
+    UNNAMED_HELD_MAX,
+    AbortRequest,
+    AckTicket,
+    AnswerOffer,
+    BackReceived,
+    BusReconnected,
+    BusRoundTripMade,
+    ClaimAnswered,
+    ClaimUnanswered,
+    ConcurrencySet,
+    DrainStarted,
+    EngineFailed,
+    EngineStepped,
+    ExitReplica,
+    OfferReceived,
+    Opened,
+    PoolChanged,
+    PullExpired,
+    ReplicaCommand,
+    ReplicaEvent,
+    ReportDrained,
+    ReportLoad,
+    SendClaim,
+    SendFrames,
+    StartRequest,
+    Ticked,
+    TicketPulled,
+    Unanswered,
+)
+
+BEAT_S = 0.1
+"""How often unconfirmed deltas and silent gateways are looked for."""
+LINK_IDLE_S = 10.0
+"""A gateway with no requests here is forgotten when it has been silent for so long."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """What this replica knows of a gateway. ``heard_s`` is the last ``Held``, or when its only request was granted."""
+
+    heard_s: float
+    held_sequence: int = 0
+    frames_sent: int = 0
+    granted: int = 0
 
 
 class ReplicaCore:
     """Pulls by capacity, claims, runs, and sends each token until the gateway has confirmed it."""
 
     def __init__(self, replica: ReplicaId) -> None:
-        raise NotImplementedError
+        self._replica = replica
+        self._requests: dict[Key, HeldRequest] = {}
+        self._links: dict[IngressId, _Link] = {}
+        self._ended: OrderedDict[Key, float] = OrderedDict()
+        self._planner = PullPlanner()
+        self._serving = False
+        self._slots = 0
+        self._kv_pages = 0
+        self._draining = False
+        self._drained = False
+        self._drain_deadline_s = inf
+        self._round_trip_s = -inf
+        self._silence_counts_from_s = -inf
+        self._beat_due_s = inf
+        self._reported: ReportLoad | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- views
 
     @property
     def next_wake_s(self) -> float | None:
         """When a ``Ticked`` is due, or None when nothing is."""
-        raise NotImplementedError
+        pulling_s = self._planner.next_wake_s if self._serving else inf
+        due_s = min(self._beat_due_s, pulling_s, self._drain_deadline_s if self._draining and not self._drained else inf)
+        return None if due_s == inf else due_s
+
+    @property
+    def held(self) -> int:
+        """Requests that are being claimed, run, or are not confirmed yet."""
+        return len(self._requests)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is held and no gateway is known."""
+        return not (self._requests or self._links)
+
+    def _active(self) -> Iterable[HeldRequest]:
+        return (held for held in self._requests.values() if held.phase is not Phase.FINISHED)
+
+    # ----------------------------------------------------------------------------------------------------------- step
 
     def step(self, now_s: float, event: ReplicaEvent) -> list[ReplicaCommand]:
         """Takes one event; returns what to do, in order."""
-        raise NotImplementedError
+        out: list[ReplicaCommand] = []
+        self._do_what_is_due(now_s, out)
+        match event:
+            case Opened():
+                self._open(event)
+            case TicketPulled():
+                self._planner.found(now_s, event.sla_class, event.lane)
+                self._take_ticket(now_s, event.ticket, event.token, event.deliveries, out)
+            case PullExpired():
+                self._planner.expired(now_s, event.sla_class, event.lane, event.credits)
+            case ClaimAnswered():
+                self._claim_answered(now_s, event, out)
+            case ClaimUnanswered():
+                self._claim_unanswered(event, out)
+            case OfferReceived():
+                self._answer_offer(now_s, event, out)
+            case EngineStepped():
+                self._engine_stepped(now_s, event.deltas, out)
+            case EngineFailed():
+                self._engine_failed(now_s, event.message, out)
+            case BackReceived():
+                self._take_back(now_s, event.back, out)
+            case PoolChanged():
+                self._planner.set_pool(event.weights, event.waiting)
+            case ConcurrencySet():
+                self._slots = event.slots
+            case DrainStarted():
+                self._draining = True
+                self._drained = False
+                self._drain_deadline_s = event.deadline_s
+            case BusReconnected():
+                self._silence_counts_from_s = now_s + RECONNECT_GRACE_S
+                self._planner.rearm()
+            case BusRoundTripMade():
+                if now_s - self._round_trip_s > ROUND_TRIP_FRESH_S:
+                    self._silence_counts_from_s = max(self._silence_counts_from_s, now_s)
+                self._round_trip_s = now_s
+            case Ticked():
+                pass
+            case _:
+                assert_never(event)
+        self._settle(now_s, out)
+        return out
+
+    def _open(self, event: Opened) -> None:
+        self._serving = True
+        self._draining = self._drained = False
+        self._drain_deadline_s = inf
+        self._slots = event.slots
+        self._kv_pages = event.kv_pages
+        self._planner.open(kv_pages=event.kv_pages, block_size=event.block_size, max_context_len=event.max_context_len)
+
+    def _do_what_is_due(self, now_s: float, out: list[ReplicaCommand]) -> None:
+        if self._draining and not self._drained and now_s >= self._drain_deadline_s:
+            self._give_back(now_s, out)
+        if now_s >= self._beat_due_s:
+            self._beat(now_s, out)
+        while self._ended and next(iter(self._ended.values())) <= now_s:
+            self._ended.popitem(last=False)
+
+    def _settle(self, now_s: float, out: list[ReplicaCommand]) -> None:
+        """What follows from the state after any event: pulls, the end of a drain, the load."""
+        active = 0
+        free_pages = self._kv_pages
+        for held in self._active():
+            active += 1
+            free_pages -= held.pages
+        if self._serving and not self._draining:
+            out.extend(self._planner.plan(now_s, free_slots=self._slots - active, free_pages=free_pages))
+        if self._draining and not self._drained and not self._requests and not self._planner.outstanding:
+            self._drained = True
+            out.append(ReportDrained(0))
+        load = ReportLoad(running=active, slots=self._slots, kv_pages_free=max(0, free_pages))
+        if load != self._reported:
+            self._reported = load
+            out.append(load)
+        if not (self._requests or self._links):
+            self._beat_due_s = inf
+        elif self._beat_due_s == inf:
+            self._beat_due_s = now_s + BEAT_S
+
+    # ------------------------------------------------------------------------------------------------ tickets, claims
+
+    def _take_ticket(self, now_s: float, ticket: Ticket, token: str, deliveries: int, out: list[ReplicaCommand]) -> None:
+        if not self._serving or self._drained:
+            return  # Left to be redelivered to somebody who serves.
+        key = (ticket.request, ticket.attempt)
+        held = self._requests.get(key)
+        if held is not None and held.phase is Phase.CLAIMING:
+            held.tokens.append(token)
+            held.deliveries = max(held.deliveries, deliveries)
+        elif held is not None or key in self._ended:
+            out.append(AckTicket(token))
+        else:
+            held = self._begin_claim(ticket, out)
+            held.tokens.append(token)
+            held.deliveries = deliveries
+
+    def _answer_offer(self, now_s: float, event: OfferReceived, out: list[ReplicaCommand]) -> None:
+        key = (event.ticket.request, event.ticket.attempt)
+        active = list(self._active())
+        room = len(active) < self._slots and self._pages(event.ticket) <= self._kv_pages - sum(h.pages for h in active)
+        busy = not room or not self._serving or self._draining or key in self._requests or key in self._ended
+        out.append(AnswerOffer(event.token, busy))
+        if not busy:
+            self._begin_claim(event.ticket, out)
+
+    def _begin_claim(self, ticket: Ticket, out: list[ReplicaCommand]) -> HeldRequest:
+        held = HeldRequest(
+            request=ticket.request,
+            attempt=ticket.attempt,
+            ingress=ticket.ingress,
+            profile=ticket.profile,
+            pages=self._pages(ticket),
+        )
+        self._requests[held.key] = held
+        self._claim(held, out)
+        return held
+
+    def _pages(self, ticket: Ticket) -> int:
+        return min(max(1, ticket.profile.kv_pages_needed), self._kv_pages)
+
+    def _claim(self, held: HeldRequest, out: list[ReplicaCommand]) -> None:
+        claim = Claim(request=held.request, attempt=held.attempt, replica=self._replica, part=len(held.parts))
+        out.append(SendClaim(held.ingress, claim))
+
+    def _claim_answered(self, now_s: float, event: ClaimAnswered, out: list[ReplicaCommand]) -> None:
+        held = self._requests.get((event.request, event.attempt))
+        if held is None or held.phase is not Phase.CLAIMING:
+            return  # A second grant of the same attempt is ignored.
+        match event.reply:
+            case Refusal(reason=RefusalReason.DEAD):
+                self._serving = False
+                out.append(ExitReplica())
+            case Refusal():
+                self._drop(held)
+                self._ack(held, out)
+            case Grant() as grant if grant.part != len(held.parts):
+                pass  # An answer to a claim of a part that we have: its own repeat is under way.
+            case Grant() as grant:
+                held.parts.append(grant)
+                held.tries = 1
+                if len(held.parts) < grant.parts:
+                    self._claim(held, out)
+                else:
+                    self._granted(now_s, held, out)
+            case _:
+                assert_never(event.reply)
+
+    def _granted(self, now_s: float, held: HeldRequest, out: list[ReplicaCommand]) -> None:
+        self._ack(held, out)
+        if held.cancelled:
+            self._drop(held)
+            self._remember(now_s, held.key)
+            return
+        for attempt in range(1, held.attempt):
+            if (older := self._requests.get((held.request, attempt))) is not None:
+                self._end(now_s, older, out)
+        grant = held.whole_grant()
+        link = self._link(now_s, held.ingress)
+        if not link.granted:
+            link.heard_s = now_s  # It had no reason to send us ``Held`` before.
+        link.granted += 1
+        held.phase = Phase.RUNNING
+        held.start_index = len(grant.sent_token_ids)
+        held.parts = []
+        out.append(StartRequest(grant, held.profile))
+
+    def _claim_unanswered(self, event: ClaimUnanswered, out: list[ReplicaCommand]) -> None:
+        held = self._requests.get((event.request, event.attempt))
+        if held is None or held.phase is not Phase.CLAIMING:
+            return
+        if event.kind is Unanswered.TIMEOUT and held.tries < CLAIM_TRIES_MAX:
+            held.tries += 1
+            self._claim(held, out)
+            return
+        # If the gateway did grant it, its next ``Held`` names it and hears ``Gone``; else the ticket comes again.
+        self._drop(held)
+        if held.deliveries >= DELIVERIES_MAX:
+            self._ack(held, out)
+
+    @staticmethod
+    def _ack(held: HeldRequest, out: list[ReplicaCommand]) -> None:
+        out.extend(AckTicket(token) for token in held.tokens)
+        held.tokens = []
+
+    # --------------------------------------------------------------------------------------------------------- tokens
+
+    def _engine_stepped(self, now_s: float, deltas: tuple[Delta, ...], out: list[ReplicaCommand]) -> None:
+        by_ingress: dict[IngressId, list[Delta]] = {}
+        for delta in deltas:
+            held = self._requests.get((delta.request, delta.attempt))
+            if held is None or held.phase is not Phase.RUNNING:
+                continue  # Aborted while this step ran.
+            fault = held.fault_of(delta)
+            if fault:
+                out.append(AbortRequest(held.request, held.attempt))
+                delta = held.failure(FailureKind.SICK, fault, code="engine_fault")
+            held.keep(now_s, delta)
+            by_ingress.setdefault(held.ingress, []).append(delta)
+        for ingress, fresh in by_ingress.items():
+            self._send(now_s, ingress, fresh, out)
+
+    def _engine_failed(self, now_s: float, message: str, out: list[ReplicaCommand]) -> None:
+        """What runs ends as sick; what is being claimed is left to be redelivered, or is ``Gone``."""
+        self._serving = False
+        by_ingress: dict[IngressId, list[Delta]] = {}
+        for held in list(self._requests.values()):
+            if held.phase is Phase.CLAIMING:
+                self._drop(held)
+            elif held.phase is Phase.RUNNING:
+                delta = held.failure(FailureKind.SICK, message, code="engine_failed")
+                held.keep(now_s, delta)
+                by_ingress.setdefault(held.ingress, []).append(delta)
+        for ingress, fresh in by_ingress.items():
+            self._send(now_s, ingress, fresh, out)
+
+    def _send(
+        self,
+        now_s: float,
+        ingress: IngressId,
+        deltas: list[Delta],
+        out: list[ReplicaCommand],
+        *,
+        gone: tuple[Gone, ...] = (),
+    ) -> None:
+        """One message of frames, or as many as its bounds ask for; one even if it says nothing."""
+        link = self._link(now_s, ingress)
+        first = 0
+        size = 0
+        for end in range(len(deltas) + 1):
+            last = end == len(deltas)
+            if last or end - first >= FRAME_DELTAS_MAX or size >= FRAME_BYTES_MAX:
+                link.frames_sent += 1
+                frames = Frames(
+                    replica=self._replica,
+                    sequence=link.frames_sent,
+                    deltas=tuple(deltas[first:end]),
+                    gone=gone if last else (),
+                )
+                out.append(SendFrames(ingress, frames))
+                first, size = end, 0
+            if not last:
+                size += len(deltas[end].text) + len(deltas[end].detail)
+
+    # ------------------------------------------------------------------------------------------- what gateways tell us
+
+    def _take_back(self, now_s: float, back: Back, out: list[ReplicaCommand]) -> None:
+        match back:
+            case Held():
+                self._take_held(now_s, back, out)
+            case Cancel():
+                held = self._requests.get((back.request, back.attempt))
+                if held is None:
+                    return
+                if held.phase is Phase.CLAIMING:
+                    held.cancelled = True  # Its grant may be on its way.
+                else:
+                    self._end(now_s, held, out)
+            case Resend():
+                held = self._requests.get((back.request, back.attempt))
+                if held is None:
+                    gone = Gone(request=back.request, attempt=back.attempt)
+                    self._remember(now_s, (back.request, back.attempt))
+                    self._send(now_s, back.ingress, [], out, gone=(gone,))
+                    return
+                wanted = [
+                    kept
+                    for kept in held.outbox
+                    if kept.delta.choice == back.choice and kept.delta.first_token_index >= back.from_index
+                ]
+                for kept in wanted:
+                    kept.sent_s = now_s
+                if wanted:
+                    self._send(now_s, held.ingress, [kept.delta for kept in wanted], out)
+            case _:
+                assert_never(back)
+
+    def _take_held(self, now_s: float, back: Held, out: list[ReplicaCommand]) -> None:
+        link = self._link(now_s, back.ingress)
+        if back.sequence <= link.held_sequence:
+            return  # Late or doubled: what it names may be over.
+        link.held_sequence = back.sequence
+        link.heard_s = now_s
+        named: set[Key] = set()
+        gone: list[Gone] = []
+        for entry in back.entries:
+            key = (entry.request, entry.attempt)
+            named.add(key)
+            held = self._requests.get(key)
+            if held is None:
+                # Never claimed again from here on: the gateway moves to the next attempt when it hears this.
+                self._remember(now_s, key)
+                gone.append(Gone(request=entry.request, attempt=entry.attempt))
+            else:
+                held.unnamed = 0
+                held.outbox = [kept for kept in held.outbox if not kept.confirmed_by(entry.next_indexes)]
+        for held in list(self._requests.values()):
+            if held.ingress == back.ingress and held.phase is not Phase.CLAIMING and held.key not in named:
+                held.unnamed += 1
+                if held.unnamed >= UNNAMED_HELD_MAX:
+                    self._end(now_s, held, out)
+        self._send(now_s, back.ingress, [], out, gone=tuple(gone))
+
+    def _beat(self, now_s: float, out: list[ReplicaCommand]) -> None:
+        """Sends again what stays unconfirmed; ends what belongs to a gateway that fell silent."""
+        self._beat_due_s = now_s + BEAT_S
+        bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S
+        for ingress, link in list(self._links.items()):
+            silent_s = now_s - max(link.heard_s, self._silence_counts_from_s)
+            theirs = [held for held in self._requests.values() if held.ingress == ingress]
+            if link.granted and bus_works and silent_s > HELD_SILENCE_S:
+                for held in theirs:
+                    if held.phase is not Phase.CLAIMING:
+                        self._end(now_s, held, out)
+            elif not theirs and now_s - link.heard_s > LINK_IDLE_S:
+                del self._links[ingress]
+            else:
+                self._send_again(now_s, ingress, theirs, out)
+
+    def _send_again(self, now_s: float, ingress: IngressId, theirs: list[HeldRequest], out: list[ReplicaCommand]) -> None:
+        late = [kept for held in theirs for kept in held.outbox if now_s - kept.sent_s >= CONFIRM_S]
+        late = late[:FRAME_DELTAS_MAX]  # One message per beat: a gateway that was away is not buried.
+        for kept in late:
+            kept.sent_s = now_s
+        if late:
+            self._send(now_s, ingress, [kept.delta for kept in late], out)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def _give_back(self, now_s: float, out: list[ReplicaCommand]) -> None:
+        """The bound of a drain: what is left goes on elsewhere, or ends, as its gateway decides."""
+        self._drained = True
+        by_ingress: dict[IngressId, list[Gone]] = {}
+        for held in list(self._requests.values()):
+            by_ingress.setdefault(held.ingress, []).append(Gone(request=held.request, attempt=held.attempt))
+            if held.phase is Phase.CLAIMING:
+                self._drop(held)
+                self._remember(now_s, held.key)
+            else:
+                self._end(now_s, held, out)
+        for ingress, gone in by_ingress.items():
+            self._send(now_s, ingress, [], out, gone=tuple(gone))
+        out.append(ReportDrained(sum(len(gone) for gone in by_ingress.values())))
+
+    def _end(self, now_s: float, held: HeldRequest, out: list[ReplicaCommand]) -> None:
+        if held.phase is Phase.RUNNING:
+            out.append(AbortRequest(held.request, held.attempt))
+        self._links[held.ingress].granted -= 1
+        self._drop(held)
+        self._remember(now_s, held.key)
+
+    def _drop(self, held: HeldRequest) -> None:
+        del self._requests[held.key]
+
+    def _remember(self, now_s: float, key: Key) -> None:
+        self._ended.pop(key, None)
+        self._ended[key] = now_s + ENDED_S
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+
+    def _link(self, now_s: float, ingress: IngressId) -> _Link:
+        link = self._links.get(ingress)
+        if link is None:
+            link = self._links[ingress] = _Link(heard_s=now_s)
+        return link

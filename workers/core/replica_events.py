@@ -12,16 +12,6 @@ from enum import Enum
 from subjects.ids import IngressId, RequestId
 from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, Grant, Lane, RequestProfile, SlaClass, Ticket
 
-PULL_EXPIRES_S = 1.0
-"""How long a pull stays open when every lane that may be pulled has one."""
-PULL_EXPIRES_SHORT_S = 0.25
-"""How long it stays open when lanes have to take turns."""
-PULL_SLACK = 4
-"""Credits beyond the free slots: one each for lanes believed empty, so that a first ticket is found at once."""
-AGEING_S = 5.0
-"""A lane that has not fitted for so long stops the pulls of smaller lanes until it fits."""
-AGEING_MAX_S = 40.0
-"""The same bound after it was found empty each time (it doubles)."""
 CLAIM_TIMEOUT_S = 1.0
 """What the shell waits for the answer of a claim."""
 CLAIM_TRIES_MAX = 2
@@ -43,7 +33,6 @@ FRAME_BYTES_MAX = 256 * 1024
 ENDED_MAX = 4096
 ENDED_S = 60.0
 """Attempts that ended here are remembered this long, and this many of them, so that none runs twice."""
-DEFAULT_WEIGHTS: Mapping[SlaClass, int] = {SlaClass.GOLD: 8, SlaClass.SILVER: 4, SlaClass.BRONZE: 2, SlaClass.BATCH: 1}
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -136,9 +125,13 @@ class BackReceived:
 
 @dataclass(frozen=True, slots=True)
 class PoolChanged:
-    """The pool's weights of the classes for this model; empty means the defaults."""
+    """The pool's weights of the classes for this model; empty means the defaults.
+
+    ``waiting`` lists the queues of this model where tickets wait, as the gateways report them; None when nobody says.
+    """
 
     weights: Mapping[SlaClass, int]
+    waiting: tuple[tuple[SlaClass, Lane], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

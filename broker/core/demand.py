@@ -1,0 +1,107 @@
+"""What the gateway counts of its requests, per model, class, lane and business: never one line per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from subjects.ids import ModelHash, RequestId
+from subjects.messages import Lane, ModelDemand, RequestKind, RequestProfile, SlaClass
+
+Key = tuple[ModelHash, SlaClass, Lane, str]
+
+
+@dataclass(slots=True)
+class _Cell:
+    """``waiting`` maps to the time since when, oldest first, because a request that waits again is put at the end."""
+
+    waiting: dict[RequestId, float] = field(default_factory=dict)
+    running: int = 0
+    arrived: int = 0
+    finished: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    ttft_s_sum: float = 0.0
+    latency_s_sum: float = 0.0
+
+    def empty(self) -> bool:
+        return not (self.waiting or self.running or self.arrived or self.finished or self.failed)
+
+
+class DemandLedger:
+    """Counts requests through arrived, waiting, running and ended. Health checks are no demand and are left out."""
+
+    def __init__(self) -> None:
+        self._cells: dict[Key, _Cell] = {}
+
+    def arrived(self, profile: RequestProfile) -> None:
+        """A request came in."""
+        if (cell := self._cell(profile)) is not None:
+            cell.arrived += 1
+
+    def waits(self, profile: RequestProfile, request: RequestId, since_s: float) -> None:
+        """It began to wait (again)."""
+        if (cell := self._cell(profile)) is not None:
+            cell.waiting[request] = since_s
+
+    def stopped_waiting(self, profile: RequestProfile, request: RequestId) -> None:
+        """It does not wait any more."""
+        if (cell := self._cell(profile)) is not None:
+            cell.waiting.pop(request, None)
+
+    def runs(self, profile: RequestProfile, change: int) -> None:
+        """One more (+1) or one less (-1) runs."""
+        if (cell := self._cell(profile)) is not None:
+            cell.running += change
+
+    def finished(self, profile: RequestProfile, *, output_tokens: int, ttft_s: float, latency_s: float) -> None:
+        """It ended well."""
+        if (cell := self._cell(profile)) is not None:
+            cell.finished += 1
+            cell.input_tokens += profile.input_tokens
+            cell.output_tokens += output_tokens
+            cell.ttft_s_sum += ttft_s
+            cell.latency_s_sum += latency_s
+
+    def failed(self, profile: RequestProfile) -> None:
+        """It ended with an error."""
+        if (cell := self._cell(profile)) is not None:
+            cell.failed += 1
+
+    def take(self, now_s: float) -> tuple[ModelDemand, ...]:
+        """The counts in order of key; what is counted since the last call starts again from zero."""
+        rows: list[ModelDemand] = []
+        for key in sorted(self._cells, key=lambda k: (k[0], k[1].value, k[2].value, k[3])):
+            cell = self._cells.pop(key)
+            if cell.empty():
+                continue
+            rows.append(
+                ModelDemand(
+                    model_hash=key[0],
+                    sla_class=key[1],
+                    lane=key[2],
+                    business_id=key[3],
+                    arrived=cell.arrived,
+                    finished=cell.finished,
+                    failed=cell.failed,
+                    waiting=len(cell.waiting),
+                    running=cell.running,
+                    oldest_wait_s=max(0.0, now_s - next(iter(cell.waiting.values()))) if cell.waiting else 0.0,
+                    input_tokens=cell.input_tokens,
+                    output_tokens=cell.output_tokens,
+                    ttft_s_sum=cell.ttft_s_sum,
+                    latency_s_sum=cell.latency_s_sum,
+                )
+            )
+            if cell.waiting or cell.running:
+                self._cells[key] = _Cell(waiting=cell.waiting, running=cell.running)
+        return tuple(rows)
+
+    def _cell(self, profile: RequestProfile) -> _Cell | None:
+        if profile.kind is RequestKind.HEALTH_CHECK:
+            return None
+        key = (profile.model_hash, profile.sla_class, profile.lane, profile.business_id)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = _Cell()
+        return cell

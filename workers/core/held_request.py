@@ -1,0 +1,120 @@
+"""One request at a replica: being claimed, running, or finished but not yet confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from subjects.ids import IngressId, RequestId
+from subjects.messages import Delta, Failure, FailureKind, Grant, RequestProfile
+
+Key = tuple[RequestId, int]
+"""Request and attempt: two attempts of one request are two things."""
+
+
+class Phase(Enum):
+    """Where a request is.
+
+    ==========================  ==========================================================================
+    from -> to                  because
+    ==========================  ==========================================================================
+    absent -> CLAIMING          a ticket was pulled, or an offer taken
+    CLAIMING -> RUNNING         granted: acknowledge, then start
+    CLAIMING -> absent          refused, not answered twice, cancelled while claiming, the engine failed
+    RUNNING -> FINISHED         the engine's last delta; the slot is free, the tokens are kept
+    RUNNING, FINISHED -> absent cancelled, not named by two ``Held`` (which confirms a finish), the gateway silent,
+                                a later attempt granted here, the bound of a drain
+    ==========================  ==========================================================================
+    """
+
+    CLAIMING = "claiming"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Unconfirmed:
+    """A delta that the gateway has not confirmed, and when it was last sent."""
+
+    delta: Delta
+    sent_s: float
+
+    def confirmed_by(self, next_indexes: Sequence[int]) -> bool:
+        """Whether the gateway has it. What closes without units, and the end, are confirmed only by not being named."""
+        delta = self.delta
+        known = 0 <= delta.choice < len(next_indexes)
+        return bool(
+            known and delta.units and not delta.end and delta.first_token_index + delta.units <= next_indexes[delta.choice]
+        )
+
+
+@dataclass(slots=True)
+class HeldRequest:
+    """``outbox`` holds at most what the request may generate; ``pages`` is what it may need of the KV cache."""
+
+    request: RequestId
+    attempt: int
+    ingress: IngressId
+    profile: RequestProfile
+    pages: int
+    phase: Phase = Phase.CLAIMING
+    tokens: list[str] = field(default_factory=list)
+    deliveries: int = 0
+    tries: int = 1
+    parts: list[Grant] = field(default_factory=list)
+    cancelled: bool = False
+    unnamed: int = 0
+    start_index: int = 0
+    next_indexes: dict[int, int] = field(default_factory=dict)
+    outbox: list[Unconfirmed] = field(default_factory=list)
+
+    @property
+    def key(self) -> Key:
+        """Request and attempt."""
+        return self.request, self.attempt
+
+    def whole_grant(self) -> Grant:
+        """The parts put together."""
+        first = self.parts[0]
+        if len(self.parts) == 1:
+            return first
+        return Grant(
+            request=first.request,
+            attempt=first.attempt,
+            endpoint=first.endpoint,
+            body=b"".join(part.body for part in self.parts),
+            prompt_token_ids=tuple(token_id for part in self.parts for token_id in part.prompt_token_ids),
+            sent_token_ids=first.sent_token_ids,
+            cache_salt=first.cache_salt,
+            max_tokens=first.max_tokens,
+        )
+
+    def fault_of(self, delta: Delta) -> str:
+        """Why ``delta`` breaks the engine protocol; empty when it does not. The gateway could never accept it."""
+        if delta.failure is not None:
+            return ""
+        expected = self.next_indexes.get(delta.choice, self.start_index)
+        if delta.first_token_index != expected:
+            return f"the engine gave unit {delta.first_token_index} of choice {delta.choice} instead of {expected}"
+        if not delta.units and delta.finish_reason is None and not delta.end:
+            return "the engine gave output without a unit"
+        return ""
+
+    def keep(self, now_s: float, delta: Delta) -> None:
+        """Keeps ``delta`` until it is confirmed."""
+        self.next_indexes[delta.choice] = delta.first_token_index + delta.units
+        self.outbox.append(Unconfirmed(delta, now_s))
+        if delta.end:
+            self.phase = Phase.FINISHED
+
+    def failure(self, kind: FailureKind, message: str, *, code: str) -> Delta:
+        """The delta that ends this request badly."""
+        return Delta(
+            request=self.request,
+            attempt=self.attempt,
+            first_token_index=self.next_indexes.get(0, self.start_index),
+            units=0,
+            end=True,
+            failure=Failure(kind=kind, message=message, code=code),
+        )

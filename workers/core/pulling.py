@@ -1,0 +1,203 @@
+"""Which queues a replica pulls from, and with how many credits: the whole policy.
+
+A queue is one class and one lane. Pulls cannot be withdrawn, so credits are few and short-lived:
+
+1. Nothing is pulled while no slot is free, and no queue whose ceiling the free KV pages do not cover.
+2. *Busy* queues (their last pull brought a ticket) share the free slots by deficit round robin over the classes. A queue's
+   window grows with each ticket and falls back to one when a pull expires, so that idle credits do not pin slots.
+3. Queues *believed empty* share ``PULL_SLACK`` more credits, one each, taking turns: recently used ones first, and always
+   ``TURNS_MIN`` for the others. So the sum never exceeds free slots + ``PULL_SLACK``.
+4. A queue that has not fitted for its ageing bound stops the smaller lanes until it fits. Where the pool says what waits,
+   only queues with waiting tickets age; where it does not, a queue found empty ages more slowly each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, inf
+
+from subjects.messages import LANE_PAGES_MAX, Lane, SlaClass
+from workers.core.replica_events import Pull
+
+PULL_EXPIRES_S = 1.0
+"""How long a pull stays open when its queue need not take turns."""
+PULL_EXPIRES_SHORT_S = 0.25
+"""How long it stays open when it must."""
+PULL_SLACK = 6
+TURNS_MIN = 2
+WARM_S = 60.0
+"""A queue counts as recently used for so long after its last ticket."""
+AGEING_S = 5.0
+AGEING_MAX_S = 60.0
+PAUSE_S = 0.25
+PAUSE_BELOW_S = 0.05
+"""A pull that comes back unused sooner than this was refused, not empty: pause, so that refusals make no busy loop."""
+WRITE_OFF_S = 5.0
+"""Credits that did not come back so long after their pull expired are taken for lost."""
+DEFAULT_WEIGHTS: Mapping[SlaClass, int] = {SlaClass.GOLD: 8, SlaClass.SILVER: 4, SlaClass.BRONZE: 2, SlaClass.BATCH: 1}
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is known of one queue. ``window`` above zero means busy, zero believed empty; ``pulled_s`` is the time of its
+    last pull, ``oldest_pulled_s`` of the oldest one that may still be open."""
+
+    sla_class: SlaClass
+    lane: Lane
+    ceiling_pages: int
+    outstanding: int = 0
+    window: int = 0
+    pulled_s: float = -inf
+    oldest_pulled_s: float = -inf
+    expires_s: float = PULL_EXPIRES_S
+    found_s: float = -inf
+    blocked_since_s: float | None = None
+    ageing_s: float = AGEING_S
+
+
+class PullPlanner:
+    """Keeps the credits of one replica."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[SlaClass, Lane], _Queue] = {}
+        self._deficits = dict.fromkeys(SlaClass, 0)
+        self._weights = dict(DEFAULT_WEIGHTS)
+        self._waiting: frozenset[tuple[SlaClass, Lane]] | None = None
+        self._paused_until_s = -inf
+
+    def open(self, *, kv_pages: int, block_size: int, max_context_len: int) -> None:
+        """A lane's ceiling is capped at the replica's pages, so that a small replica still serves what fits."""
+        longest_pages = ceil(max_context_len / block_size)
+        for sla_class in SlaClass:
+            for lane in Lane:
+                ceiling_pages = min(LANE_PAGES_MAX.get(lane, longest_pages), longest_pages, kv_pages)
+                queue = self._queues.setdefault((sla_class, lane), _Queue(sla_class, lane, ceiling_pages))
+                queue.ceiling_pages = ceiling_pages
+
+    @property
+    def outstanding(self) -> int:
+        """Credits that have not come back."""
+        return sum(queue.outstanding for queue in self._queues.values())
+
+    @property
+    def next_wake_s(self) -> float:
+        """When :meth:`plan` may have something to do though nothing happened."""
+        lost_s = [q.pulled_s + q.expires_s + WRITE_OFF_S for q in self._queues.values() if q.outstanding]
+        return min([self._paused_until_s if self._paused_until_s > -inf else inf, *lost_s])
+
+    def set_pool(self, weights: Mapping[SlaClass, int], waiting: tuple[tuple[SlaClass, Lane], ...] | None) -> None:
+        """Takes the pool's weights (missing ones keep their default) and what waits where."""
+        self._weights = {sla_class: max(1, weights.get(sla_class, DEFAULT_WEIGHTS[sla_class])) for sla_class in SlaClass}
+        self._waiting = None if waiting is None else frozenset(waiting)
+
+    def found(self, now_s: float, sla_class: SlaClass, lane: Lane) -> None:
+        """A pull brought a ticket."""
+        queue = self._queues[sla_class, lane]
+        queue.outstanding = max(0, queue.outstanding - 1)
+        queue.window += 1
+        queue.found_s = now_s
+        queue.ageing_s = AGEING_S
+
+    def expired(self, now_s: float, sla_class: SlaClass, lane: Lane, credits: int) -> None:
+        """A pull ended with ``credits`` unused."""
+        queue = self._queues[sla_class, lane]
+        queue.outstanding = max(0, queue.outstanding - credits)
+        if now_s - queue.oldest_pulled_s < min(PAUSE_BELOW_S, queue.expires_s):
+            self._paused_until_s = now_s + PAUSE_S
+        elif credits:
+            queue.window = 0
+            queue.ageing_s = min(AGEING_MAX_S, queue.ageing_s * 2)
+
+    def rearm(self) -> None:
+        """The bus is back: do not wait for the pause to end."""
+        self._paused_until_s = -inf
+
+    def plan(self, now_s: float, *, free_slots: int, free_pages: int) -> list[Pull]:
+        """New pulls for what is free now; their credits count as outstanding from here on."""
+        for queue in self._queues.values():
+            if queue.outstanding and now_s >= queue.pulled_s + queue.expires_s + WRITE_OFF_S:
+                queue.outstanding = 0
+        if now_s < self._paused_until_s:
+            return []
+        self._paused_until_s = -inf
+        if free_slots <= 0:
+            return []
+        free_pages -= sum(q.outstanding * q.ceiling_pages for q in self._queues.values() if q.window)
+        ageing_pages = self._note_ageing(now_s, free_pages)
+        fitting = [q for q in self._queues.values() if ageing_pages <= q.ceiling_pages <= free_pages]
+        credits: dict[tuple[SlaClass, Lane], int] = {}
+        self._share_slots([q for q in fitting if q.window], free_slots, free_pages, credits)
+        pulls = [self._pull(now_s, self._queues[key], count, PULL_EXPIRES_S) for key, count in credits.items()]
+        return pulls + self._take_turns(now_s, [q for q in fitting if not q.window], free_slots)
+
+    def _note_ageing(self, now_s: float, free_pages: int) -> int:
+        """Starts and stops the clocks of what does not fit; returns the ceiling below which no lane may be pulled."""
+        aged_pages = 0
+        for key, queue in self._queues.items():
+            wanted = queue.window > 0 or self._waiting is None or key in self._waiting
+            fits = queue.ceiling_pages <= free_pages
+            if not wanted or (queue.outstanding and fits):
+                queue.blocked_since_s = None
+            elif queue.blocked_since_s is None:
+                queue.blocked_since_s = None if fits else now_s
+            elif now_s - queue.blocked_since_s >= queue.ageing_s:
+                aged_pages = max(aged_pages, queue.ceiling_pages)
+        return aged_pages
+
+    def _share_slots(
+        self, busy: list[_Queue], free_slots: int, free_pages: int, credits: dict[tuple[SlaClass, Lane], int]
+    ) -> None:
+        """Deficit round robin with a quantum of one credit: each round every class in question earns its weight, the
+        richest one pays for all. Within a class the queue that was served longest ago comes first."""
+        left = free_slots - sum(q.outstanding for q in self._queues.values() if q.window)
+        while left > 0:
+            ready = [
+                q
+                for q in busy
+                if q.ceiling_pages <= free_pages and q.outstanding + credits.get((q.sla_class, q.lane), 0) < q.window
+            ]
+            classes = [c for c in SlaClass if any(q.sla_class is c for q in ready)]
+            if not classes:
+                return
+            for sla_class in classes:
+                self._deficits[sla_class] += self._weights[sla_class]
+            richest = max(classes, key=lambda c: (self._deficits[c], self._weights[c], c.value))
+            self._deficits[richest] -= sum(self._weights[c] for c in classes)
+            queue = min(
+                (q for q in ready if q.sla_class is richest),
+                key=lambda q: (credits.get((q.sla_class, q.lane), 0), q.pulled_s, q.ceiling_pages, q.lane.value),
+            )
+            credits[queue.sla_class, queue.lane] = credits.get((queue.sla_class, queue.lane), 0) + 1
+            free_pages -= queue.ceiling_pages
+            left -= 1
+
+    def _take_turns(self, now_s: float, empty: list[_Queue], free_slots: int) -> list[Pull]:
+        probes = sum(q.outstanding for q in self._queues.values() if not q.window)
+        left = min(PULL_SLACK, free_slots + TURNS_MIN) - probes
+        idle = sorted((q for q in empty if not q.outstanding), key=lambda q: self._turn(now_s, q))
+        warm = [q for q in idle if self._turn(now_s, q)[0] < 2]
+        first = warm[: max(0, left - TURNS_MIN)]
+        rest = sorted((q for q in idle if q not in first), key=lambda q: self._turn(now_s, q)[1:])
+        chosen = (first + rest)[: max(0, left)]
+        crowded = len(idle) > len(chosen)
+        return [
+            self._pull(now_s, q, 1, PULL_EXPIRES_SHORT_S if crowded and q not in first else PULL_EXPIRES_S) for q in chosen
+        ]
+
+    def _turn(self, now_s: float, queue: _Queue) -> tuple[int, float, int, str, str]:
+        """Aged ones first, then those with waiting tickets or used recently; then who was pulled longest ago."""
+        aged = queue.blocked_since_s is not None
+        known = self._waiting is not None and (queue.sla_class, queue.lane) in self._waiting
+        group = 0 if aged else 1 if known or now_s - queue.found_s < WARM_S else 2
+        order = list(SlaClass).index(queue.sla_class)
+        return group, queue.pulled_s, order, queue.lane.value, queue.sla_class.value
+
+    def _pull(self, now_s: float, queue: _Queue, credits: int, expires_s: float) -> Pull:
+        if not queue.outstanding:
+            queue.oldest_pulled_s = now_s
+        queue.outstanding += credits
+        queue.pulled_s = now_s
+        queue.expires_s = expires_s
+        queue.blocked_since_s = None
+        return Pull(queue.sla_class, queue.lane, credits, expires_s)
