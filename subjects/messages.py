@@ -497,6 +497,8 @@ class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     permanent: bool = False
     """Whether waiting cannot help (it never fits), or may (loads fail and back off)."""
     class_weights: dict[str, int] = {}
+    waiting_queues: tuple[tuple[SlaClass, Lane], ...] | None = None
+    """Where the gateways report waiting tickets, so that replicas make room only for lanes in need; None when not counted."""
 
 
 class PoolDigest(msgspec.Struct, frozen=True, kw_only=True):
