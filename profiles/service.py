@@ -273,6 +273,8 @@ def _syntax_remedy(problem: str) -> str:
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in problem:
         return "check the indentation, and put text that holds ': ' in quotes"
+    if "for the tag" in problem:
+        return "remove the '!' tag"
     return "check the indentation and the quotes of this line"
 
 
@@ -304,7 +306,9 @@ def _check_values(value: Any, field: str, at: str, depth: int) -> None:
         for index, item in enumerate(value):
             _check_values(item, f"{field}[{index}]", at, depth + 1)
     elif isinstance(value, str):
-        if not value.isprintable():
+        # Options may hold whole texts, such as a chat template.
+        text = re.sub(r"[\n\t]", "", value) if field.startswith("spec.engine.options.") else value
+        if not text.isprintable():
             raise ConfigError(f"{at}: {field}: holds a line break or control character; write plain text on one line")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{at}: {field}: {value} is not a number one can use; write a finite number")

@@ -62,8 +62,8 @@ class ModelTokenizer:
 
     exact = True
 
-    def __init__(self, directory: Path) -> None:
-        """Loads both.
+    def __init__(self, directory: Path, chat_template: str = "") -> None:
+        """Loads both; ``chat_template`` is one that the service declares in place of the model's own.
 
         Raises:
             ConfigError: files are missing or broken.
@@ -82,9 +82,8 @@ class ModelTokenizer:
         self._tokenizer: Tokenizer = tokenizer
         config = _optional_json(directory / "tokenizer_config.json")
         self._special = _special_tokens(config, _optional_json(directory / "special_tokens_map.json"))
-        self._templates = {
-            name: _Template(source, str(directory)) for name, source in _template_sources(directory, config).items()
-        }
+        sources = {"default": chat_template} if chat_template else _template_sources(directory, config)
+        self._templates = {name: _Template(source, str(directory)) for name, source in sources.items()}
 
     def prompts(self, endpoint: Endpoint, body: Mapping[str, Any]) -> list[list[int]]:
         """See :class:`PromptTokenizer`."""
@@ -194,9 +193,7 @@ class Tokenizers:
                 return loaded
             tokenizer = self._shared(record.tokenizer_hash)
             if tokenizer is None:
-                tokenizer = (
-                    ModelTokenizer(Path(record.tokenizer_source)) if record.tokenizer_source else EstimatedTokenizer()
-                )
+                tokenizer = _load(record)
             with self._lock:
                 self._entries[record.model_hash] = (record.tokenizer_hash, tokenizer)
                 while len(self._entries) > self._entries_max:
@@ -211,6 +208,12 @@ class Tokenizers:
     def _shared(self, tokenizer_hash: str) -> PromptTokenizer | None:
         with self._lock:
             return next((one for known, one in self._entries.values() if known and known == tokenizer_hash), None)
+
+
+def _load(record: ModelRecord) -> PromptTokenizer:
+    if not record.tokenizer_source:
+        return EstimatedTokenizer()
+    return ModelTokenizer(Path(record.tokenizer_source), str(record.engine_options.get("chat_template", "")))
 
 
 # ------------------------------------------------------------------------------------------------------------ templates
