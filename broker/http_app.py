@@ -8,11 +8,13 @@ while the request is queued, while its model wakes, and during the answer, strea
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import structlog
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -57,6 +59,9 @@ class HttpOptions:
     """Until then a stream's headers are held back, so that an early error keeps its HTTP status (PAINS A7)."""
     keep_alive_s: float = 5.0
     """Then comments at this interval keep proxies from cutting the connection (PAINS A9)."""
+
+
+log = structlog.get_logger(__name__)
 
 
 class _ClientGone(Exception):
@@ -114,6 +119,10 @@ class HttpApp:
                 exchange = await self._gateway.open(ask)
             except ApiError as error:
                 await _send_error(send, error)
+            except Exception as error:
+                # Never the message of an unforeseen error: it may quote the prompt.
+                log.error("a request could not be opened", error=type(error).__name__, where=_where(error))
+                await _send_error(send, _internal_error())
             else:
                 await self._answer(exchange, watch, send)
         finally:
@@ -332,6 +341,12 @@ def _method_not_allowed() -> ApiError:
 
 def _internal_error() -> ApiError:
     return ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
+
+
+def _where(error: Exception) -> str:
+    """File and line where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def _about(exchange: Exchange) -> Headers:
