@@ -20,7 +20,8 @@ from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta, Failure
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
-from workers.engines.vllm_process import prepare_process
+from workers.engines.outbox import Key, Outbox
+from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
 
 if TYPE_CHECKING:
@@ -32,18 +33,6 @@ STOP_TIMEOUT_S = 10.0
 """A step that does not end in this time belongs to a process that is about to exit anyway."""
 PROBE_TEXT = "Hello"
 
-Key = tuple[RequestId, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Aborted:
-    """The engine's thread has dropped this request: nothing of it follows."""
-
-    key: Key
-
-
-_Item = list[Delta] | EngineError | _Aborted
-
 
 class VllmEngine:
     """The ``vllm`` engine on CPU. One per process: vLLM keeps process globals."""
@@ -52,9 +41,7 @@ class VllmEngine:
         self._record = spec.record
         self._threads = spec.threads
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # What waits here is bounded by the output tokens of the requests that run.
-        self._outbox: asyncio.Queue[_Item] = asyncio.Queue()
-        self._aborting: set[Key] = set()
+        self._outbox = Outbox()
         self._admissions: dict[Key, asyncio.Task[None]] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,23 +84,12 @@ class VllmEngine:
         admission = self._admissions.get(key)
         if admission is not None:
             admission.cancel()
-        if key not in self._aborting:
-            self._aborting.add(key)
+        if self._outbox.mute(key):
             self._inbox.put(lambda: self._abort(key))
 
-    async def steps(self) -> AsyncIterator[Sequence[Delta]]:
+    def steps(self) -> AsyncIterator[Sequence[Delta]]:
         """One item per engine step, or per refusal."""
-        while True:
-            item = await self._outbox.get()
-            if isinstance(item, EngineError):
-                raise item
-            if isinstance(item, _Aborted):
-                self._aborting.discard(item.key)
-                continue
-            # What was on its way when the request was aborted stays here.
-            deltas = [delta for delta in item if (delta.request, delta.attempt) not in self._aborting]
-            if deltas:
-                yield deltas
+        return self._outbox.steps()
 
     def load(self) -> EngineLoad:
         """Counters of vLLM's own scheduler."""
@@ -138,44 +114,43 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------------------- on the event loop
 
     async def _admit(self, request: EngineRequest) -> None:
-        from workers.engines.vllm_openai import Answer, Refused
+        from workers.engines.vllm_openai import Refused
 
         layer = self._layer
         if layer is None:
-            self._outbox.put_nowait(EngineError("the engine was given a request while it was not started"))
+            self._outbox.die(EngineError("the engine was given a request while it was not started"))
             return
         try:
-            rendered = await layer.render(request)
+            answer = await layer.render(request)
         except Refused as refused:
-            self._outbox.put_nowait([_refused(request, refused.failure)])
+            self._outbox.put([_refused(request, refused.failure)])
             return
-        answer = Answer(layer, rendered)
-        if rendered.exhausted:
-            self._outbox.put_nowait([answer.finish_exhausted()])
+        if answer.rendered.exhausted:
+            self._outbox.put([answer.finish_exhausted()])
             return
         self._inbox.put(lambda: self._add(answer))
 
     async def _probe(self, tokens: int) -> list[int]:
+        if self._error is not None:
+            raise self._error
         loop = asyncio.get_running_loop()
         done: asyncio.Future[list[int]] = loop.create_future()
         self._inbox.put(lambda: self._add_probe(_Probe(loop=loop, done=done), tokens))
         return await done
 
-    def _post(self, item: _Item) -> None:
+    # -------------------------------------------------------------------------------------------- in the engine's thread
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
         # The loop may be closed already when a process ends in the middle of a step.
         with contextlib.suppress(RuntimeError):
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
-
-    # -------------------------------------------------------------------------------------------- in the engine's thread
+                self._loop.call_soon_threadsafe(function, *arguments)
 
     def _run(self, built: asyncio.Future[EngineInfo]) -> None:
         loop = built.get_loop()
         try:
             info = self._build()
         except BaseException as error:
-            from workers.engines.vllm_process import one_line
-
             failure = error if isinstance(error, EngineError) else EngineError(f"{self._record.name}: {one_line(error)}")
             loop.call_soon_threadsafe(_settle, built, None, failure)
             return
@@ -233,7 +208,7 @@ class VllmEngine:
             if job.ended:
                 self._forget(output.request_id, job)
         if deltas:
-            self._post(deltas)
+            self._call(self._outbox.put, deltas)
         elif not outputs and not self._scheduler.running:
             with contextlib.suppress(queue.Empty):
                 self._inbox.get(timeout=IDLE_STEP_WAIT_S)()
@@ -264,7 +239,7 @@ class VllmEngine:
             for name in names:
                 self._jobs.pop(name, None)
             self._engine.abort_request(names)
-            self._post([answer.fail(refusal(error))])
+            self._call(self._outbox.put, [answer.fail(refusal(error))])
 
     def _prime(self, internal: str, rendered_ids: tuple[int, ...], sent: tuple[int, ...]) -> None:
         """Puts the detokenizer of a continuation where it would be had it decoded the sent tokens itself.
@@ -302,7 +277,7 @@ class VllmEngine:
 
     def _abort(self, key: Key) -> None:
         self._remove(key)
-        self._post(_Aborted(key))
+        self._call(self._outbox.over, key)
 
     def _remove(self, key: Key) -> None:
         names = [
@@ -324,13 +299,11 @@ class VllmEngine:
         self._remove((request.request, request.attempt))
 
     def _die(self, error: BaseException) -> None:
-        from workers.engines.vllm_process import one_line
-
         self._error = EngineError(f"{self._record.name}: the engine died: {one_line(error)}")
         for job in self._jobs.values():
             if isinstance(job, _Probe):
                 job.settle([], self._error)
-        self._post(self._error)
+        self._call(self._outbox.die, self._error)
 
     def _drop(self) -> None:
         engine, self._engine, self._scheduler, self._layer = self._engine, None, None, None

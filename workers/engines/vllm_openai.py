@@ -162,14 +162,15 @@ class OpenAiLayer:
         )
         self.completion = OpenAIServingCompletion(client, None, online_renderer=self.online_renderer, request_logger=None)
 
-    async def render(self, request: EngineRequest) -> Rendered:
-        """Body to prompts. Tokenising runs on vLLM's own thread.
+    async def render(self, request: EngineRequest) -> Answer:
+        """Body to prompts, and the answer to them that is to be filled. Tokenising runs on vLLM's own thread.
 
         Raises:
             Refused: the body or its parameters are not acceptable.
         """
         try:
-            return await (self._render_chat if request.endpoint is Endpoint.CHAT else self._render_completion)(request)
+            render = self._render_chat if request.endpoint is Endpoint.CHAT else self._render_completion
+            return Answer(self, await render(request))
         except Refused:
             raise
         except Exception as error:
@@ -278,6 +279,13 @@ class Answer:
         """Deltas of one vLLM ``RequestOutput`` in delta form, for the prompt with this index."""
         if self.ended:
             return []
+        try:
+            return self._take(prompt_index, output)
+        except Exception as error:
+            # A parser that stumbles over what the model said ends this request, not the engine.
+            return [self.fail(Failure(kind=FailureKind.SICK, message=f"derendering failed: {type(error).__name__}"))]
+
+    def _take(self, prompt_index: int, output: Any) -> list[Delta]:
         self._cached.setdefault(prompt_index, output.num_cached_tokens or 0)
         deltas: list[Delta] = []
         for part in output.outputs:

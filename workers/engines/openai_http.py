@@ -1,0 +1,414 @@
+"""Any OpenAI-compatible server as an engine: the body goes there as it is, its chunks come back as deltas.
+
+Such a server shows no token ids, so a delta counts one unit per chunk and a stream cannot be continued elsewhere. What text
+cannot carry (tool calls, reasoning, log probabilities) passes through unread. Closing the connection aborts a request.
+
+Options of the record: ``model`` (the server's own model id, else the only one it lists or the record's name) and
+``api_key_env`` (the environment variable that holds the server's key).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from subjects.errors import EngineError
+from subjects.ids import RequestId
+from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.outbox import Key, Outbox
+from workers.spec import ReplicaSpec
+
+START_TIMEOUT_S = 120.0
+"""A server started beside us may still be loading."""
+START_POLL_S = 0.5
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 300.0
+"""Longest time without a byte within a stream, its queue and prefill included."""
+HEALTH_EVERY_S = 2.0
+HEALTH_TIMEOUT_S = 5.0
+HEALTH_FAILURES_MAX = 5
+"""So many unanswered health checks in a row mean that the server is dead."""
+LINE_BYTES_MAX = 8 * 1024 * 1024
+ERROR_BYTES_MAX = 64 * 1024
+MESSAGE_CHARS_MAX = 2000
+
+_PATHS = {Endpoint.CHAT: "/chat/completions", Endpoint.COMPLETIONS: "/completions"}
+_BUSY = (429, 503)
+# The key and the model's name in the request are ours: the client can do nothing about these.
+_NOT_THE_CLIENTS = (401, 403, 404, 407, 408)
+
+
+class OpenAiHttpEngine:
+    """The ``openai_http`` engine."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._record = spec.record
+        self._base = spec.record.source.rstrip("/").removesuffix("/v1")
+        self._outbox = Outbox()
+        self._running: dict[Key, tuple[asyncio.Task[None], int]] = {}
+        self._http: httpx.AsyncClient | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._model = ""
+        self._is_vllm = False
+        self._health_path = "/health"
+        self._kv_pages = 0
+
+    async def start(self) -> EngineInfo:
+        """Waits until the server answers, and finds its model."""
+        record = self._record
+        headers = {"accept-encoding": "identity"}
+        key_variable = record.engine_options.get("api_key_env")
+        if key_variable:
+            key = os.environ.get(str(key_variable))
+            if not key:
+                raise EngineError(f"{record.name}: engine option api_key_env names {key_variable}, which is not set")
+            headers["authorization"] = f"Bearer {key}"
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=record.max_num_seqs + 1),
+            trust_env=False,
+        )
+        model = await self._find_model()
+        self._model = str(model["id"])
+        self._is_vllm = model.get("owned_by") == "vllm"
+        served = model.get("max_model_len")
+        context_len = min(record.max_context_len, served) if isinstance(served, int) else record.max_context_len
+        # The server keeps its own KV; enough pages for all slots means that slots are the only bound.
+        self._kv_pages = record.max_num_seqs * math.ceil(context_len / record.block_size)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_health())
+        return EngineInfo(
+            slots=record.max_num_seqs,
+            kv_pages=self._kv_pages,
+            block_size=record.block_size,
+            max_context_len=context_len,
+            gives_token_ids=False,
+            continues=False,
+        )
+
+    async def warm(self, tokens: int) -> None:
+        """One short completion; chat where the server has no completions."""
+        bodies: list[tuple[Endpoint, dict[str, Any]]] = [
+            (Endpoint.COMPLETIONS, {"prompt": "Hello"}),
+            (Endpoint.CHAT, {"messages": [{"role": "user", "content": "Hello"}]}),
+        ]
+        reason = ""
+        for endpoint, body in bodies:
+            body |= {"model": self._model, "max_tokens": max(tokens, 1), "temperature": 0}
+            try:
+                reply = await self._client.post(self._url(endpoint), json=body)
+                if reply.status_code == 200 and reply.json()["choices"]:
+                    return
+                reason = f"status {reply.status_code}"
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                reason = type(error).__name__
+        raise EngineError(f"{self._record.name}: {self._base} did not answer the warm-up ({reason})")
+
+    def add(self, request: EngineRequest) -> None:
+        """Sends it to the server."""
+        key = (request.request, request.attempt)
+        if key in self._running:
+            return
+        task = asyncio.get_running_loop().create_task(self._run(request))
+        self._running[key] = (task, request.kv_pages_needed)
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    def abort(self, request: RequestId, attempt: int) -> None:
+        """Closes its connection, by which the server knows."""
+        key = (request, attempt)
+        running = self._running.get(key)
+        if running is not None and self._outbox.mute(key):
+            running[0].add_done_callback(lambda _: self._outbox.over(key))
+            running[0].cancel()
+
+    def steps(self) -> AsyncIterator[Sequence[Delta]]:
+        """The deltas of the chunks that have arrived."""
+        return self._outbox.steps()
+
+    def load(self) -> EngineLoad:
+        """What was sent and has not ended; the server's own queue is not visible."""
+        held = sum(pages for _, pages in self._running.values())
+        return EngineLoad(running=len(self._running), waiting=0, kv_pages_free=max(self._kv_pages - held, 0))
+
+    async def stop(self) -> None:
+        """Aborts what runs and closes all connections; the server itself is not ours to stop."""
+        tasks = [task for task, _ in self._running.values()]
+        if self._watch is not None:
+            tasks.append(self._watch)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.aclose()
+
+    # ------------------------------------------------------------------------------------------------------- the server
+
+    @property
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            raise EngineError(f"{self._record.name}: the engine was not started")
+        return self._http
+
+    def _url(self, endpoint: Endpoint) -> str:
+        return f"{self._base}/v1{_PATHS[endpoint]}"
+
+    async def _find_model(self) -> dict[str, Any]:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        reason = ""
+        while time.monotonic() < deadline_s:
+            try:
+                reply = await self._client.get(f"{self._base}/v1/models", timeout=HEALTH_TIMEOUT_S)
+                if reply.status_code == 200:
+                    health = await self._client.get(f"{self._base}/health", timeout=HEALTH_TIMEOUT_S)
+                    self._health_path = "/v1/models" if health.status_code in (404, 405) else "/health"
+                    return self._choose_model(reply.json()["data"])
+                reason = f"status {reply.status_code} on /v1/models"
+                if reply.status_code in (401, 403):
+                    break
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise EngineError(f"{self._record.name}: {self._base}/v1/models is not an OpenAI model list") from None
+            except httpx.HTTPError as error:
+                reason = type(error).__name__
+            await asyncio.sleep(START_POLL_S)
+        raise EngineError(f"{self._record.name}: no OpenAI server answers at {self._base} ({reason})")
+
+    def _choose_model(self, models: list[dict[str, Any]]) -> dict[str, Any]:
+        wanted = self._record.engine_options.get("model")
+        names = [str(model["id"]) for model in models]
+        for name in (wanted,) if wanted else (self._record.name, names[0] if len(names) == 1 else None):
+            if name in names:
+                return models[names.index(str(name))]
+        listed = ", ".join(names[:10])
+        raise EngineError(f"{self._record.name}: set engine option model to one of what {self._base} serves: {listed}")
+
+    async def _watch_health(self) -> None:
+        failures = 0
+        while failures < HEALTH_FAILURES_MAX:
+            await asyncio.sleep(HEALTH_EVERY_S)
+            try:
+                reply = await self._client.get(self._base + self._health_path, timeout=HEALTH_TIMEOUT_S)
+                failures = failures + 1 if reply.status_code >= 500 else 0
+            except httpx.HTTPError:
+                failures += 1
+        self._outbox.die(EngineError(f"{self._record.name}: {self._base} failed {failures} health checks in a row"))
+
+    # ------------------------------------------------------------------------------------------------------- one request
+
+    async def _run(self, request: EngineRequest) -> None:
+        answer = _Answer(request, self._outbox)
+        try:
+            body = self._body(request)
+        except (ValueError, TypeError, RecursionError):
+            answer.fail(_bad("the body is not a JSON object"))
+            return
+        if request.sent_token_ids:
+            answer.fail(_sick("an answer cannot be continued on a server that shows no token ids"))
+            return
+        try:
+            async with self._client.stream(
+                "POST", self._url(request.endpoint), content=body, headers={"content-type": "application/json"}
+            ) as reply:
+                if reply.status_code != 200:
+                    answer.fail(await _failure_of(reply))
+                    return
+                await self._read(reply, answer)
+        except httpx.TimeoutException:
+            answer.fail(_sick("the server did not answer in time", 504))
+        except httpx.HTTPError:
+            answer.fail(_sick("the connection to the server failed", 502))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            answer.fail(_sick("the server sent something that is not an OpenAI stream", 502))
+
+    def _body(self, request: EngineRequest) -> bytes:
+        body = json.loads(request.body)
+        if not isinstance(body, dict):
+            raise TypeError
+        options = body.get("stream_options")
+        body["model"] = self._model
+        body["stream"] = True
+        body["stream_options"] = {**options, "include_usage": True} if isinstance(options, dict) else {"include_usage": True}
+        if request.max_tokens > 0:
+            given = [name for name in ("max_completion_tokens", "max_tokens") if isinstance(body.get(name), int)]
+            for name in given or ["max_tokens"]:
+                body[name] = min(body.get(name) or request.max_tokens, request.max_tokens)
+        if request.cache_salt and self._is_vllm:
+            body["cache_salt"] = request.cache_salt
+        return json.dumps(body, ensure_ascii=False).encode()
+
+    async def _read(self, reply: httpx.Response, answer: _Answer) -> None:
+        async for line in _lines(reply):
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                answer.finish()
+                return
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                answer.fail(_failure_from(chunk["error"], 500))
+                return
+            answer.take(chunk)
+        # Some servers close without [DONE]; that is an end only if every choice has said so.
+        answer.finish()
+
+
+class _Answer:
+    """Turns the chunks of one request into deltas."""
+
+    def __init__(self, request: EngineRequest, outbox: Outbox) -> None:
+        self._request = request
+        self._outbox = outbox
+        self._next_index: dict[int, int] = {}
+        self._finishing: list[Delta] = []
+        self._usage: Usage | None = None
+        self._ended = False
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        usage = chunk.get("usage")
+        if usage:
+            details = usage.get("prompt_tokens_details") or {}
+            self._usage = Usage(
+                prompt_tokens=int(usage["prompt_tokens"]),
+                completion_tokens=int(usage.get("completion_tokens") or 0),
+                cached_tokens=int(details.get("cached_tokens") or 0),
+            )
+        deltas: list[Delta] = []
+        for choice in chunk.get("choices") or ():
+            delta = self._delta(choice)
+            if delta is None:
+                continue
+            # Finishing ones wait for the usage, which comes after them and belongs on the very last.
+            (self._finishing if delta.finish_reason else deltas).append(delta)
+        if deltas:
+            self._outbox.put(deltas)
+
+    def finish(self) -> None:
+        """The stream is over; a choice that was begun and not finished was cut off."""
+        if self._ended:
+            return
+        finished = {delta.choice for delta in self._finishing}
+        if not finished or finished < self._next_index.keys():
+            self.fail(_sick("the server ended the stream in the middle", 502))
+            return
+        self._ended = True
+        *others, last = self._finishing
+        self._outbox.put([*others, msgspec.structs.replace(last, end=True, usage=self._usage)])
+
+    def fail(self, failure: Failure) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        request = self._request
+        self._outbox.put(
+            [
+                Delta(
+                    request=request.request,
+                    attempt=request.attempt,
+                    first_token_index=self._next_index.get(0, 0),
+                    units=0,
+                    end=True,
+                    failure=failure,
+                )
+            ]
+        )
+
+    def _delta(self, choice: dict[str, Any]) -> Delta | None:
+        index = int(choice.get("index") or 0)
+        if self._request.endpoint is Endpoint.CHAT:
+            rest = {name: value for name, value in (choice.get("delta") or {}).items() if value not in (None, [], "")}
+            text = rest.pop("content", "")
+            rest.pop("role", None)
+        else:
+            rest = {}
+            text = choice.get("text") or ""
+        if choice.get("logprobs"):
+            rest["logprobs"] = choice["logprobs"]
+        finish_reason = choice.get("finish_reason")
+        first_token_index = self._next_index.setdefault(index, 0)
+        if not (text or rest or finish_reason):
+            return None
+        units = 1 if text or rest else 0
+        self._next_index[index] += units
+        return Delta(
+            request=self._request.request,
+            attempt=self._request.attempt,
+            choice=index,
+            first_token_index=first_token_index,
+            units=units,
+            text=text,
+            detail=json.dumps(rest, ensure_ascii=False).encode() if rest else b"",
+            finish_reason=finish_reason,
+            stop_reason=choice.get("stop_reason"),
+        )
+
+
+async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
+    # Not aiter_lines(): it also splits at U+2028 and U+0085, which JSON may carry as they are.
+    pending = bytearray()
+    async for piece in reply.aiter_bytes():
+        pending += piece
+        if b"\n" not in piece:
+            if len(pending) > LINE_BYTES_MAX:
+                raise ValueError("a line of the stream is too long")
+            continue
+        *lines, rest = bytes(pending).split(b"\n")
+        pending = bytearray(rest)
+        for line in lines:
+            yield line
+    if pending:
+        yield bytes(pending)
+
+
+async def _failure_of(reply: httpx.Response) -> Failure:
+    content = bytearray()
+    with contextlib.suppress(httpx.HTTPError):
+        async for piece in reply.aiter_bytes():
+            content += piece
+            if len(content) > ERROR_BYTES_MAX:
+                break
+    try:
+        parsed = json.loads(content)
+        error = parsed.get("error", parsed)
+    except (ValueError, AttributeError):
+        error = {}
+    return _failure_from(error, reply.status_code)
+
+
+def _failure_from(error: Any, status: int) -> Failure:
+    fields = error if isinstance(error, dict) else {"message": str(error)}
+    code = fields.get("code")
+    if isinstance(code, int) and 400 <= code < 600:
+        status = code
+    message = str(fields.get("message") or f"the server answered with status {status}")[:MESSAGE_CHARS_MAX]
+    if status in _BUSY:
+        kind = FailureKind.BUSY
+    elif 400 <= status < 500 and status not in _NOT_THE_CLIENTS:
+        kind = FailureKind.BAD_REQUEST
+    else:
+        return _sick(message, status if status >= 500 else 502)
+    param = fields.get("param")
+    return Failure(
+        kind=kind,
+        message=message,
+        status=status,
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, str) else None,
+    )
+
+
+def _sick(message: str, status: int = 500) -> Failure:
+    return Failure(kind=FailureKind.SICK, message=message, status=status)
+
+
+def _bad(message: str) -> Failure:
+    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400)
