@@ -22,8 +22,22 @@ DUPLICATE_WINDOW_S = 120
 """How long the work-queue swallows a repeated message id."""
 ACK_WAIT_S = 2.0
 """A pulled ticket that is not acknowledged within this time is redelivered."""
+CONSUMER_IDLE_S = 30.0
+"""A lane's consumer that nobody pulls from is forgotten after this time."""
+PULL_EXPIRY_S_MAX = 1.0
+"""The longest pull; pulls cannot be withdrawn."""
+LOST_PULL_GRACE_S = 1.0
+"""After its expiry a pull of which nothing was heard for this long has lost its server; its credits come back."""
 PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 """What our own server takes in one message; bigger request bodies are refused with 413."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Safety net of one shard of the work-queue; the gateways' own limits come first."""
+
+    messages_max: int = 200_000
+    bytes_max: int = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

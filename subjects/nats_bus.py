@@ -6,14 +6,14 @@ import ssl
 from collections.abc import Callable, Sequence
 
 from subjects import names
-from subjects.bus import BusMessage, KvEntry, QueuedTicket, Stored
+from subjects.bus import BusMessage, KvEntry, QueuedTicket, QueueLimits, Stored
 from subjects.errors import BusError, QueueMissing
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
 from subjects.nats_connection import Connection, CoreSubscription, Inbound, Replies
 from subjects.nats_jetstream import EXPECTED_LAST_SEQUENCE, JetStream, kept_stream
 from subjects.nats_kv import KeyValue, KvWatch
-from subjects.nats_queue import NatsPuller, QueueLimits, WorkQueue, consumer_config
+from subjects.nats_queue import NatsPuller, WorkQueue, consumer_config
 
 CONNECT_TIMEOUT_S = 2.0
 

@@ -356,9 +356,10 @@ class Connection:
         """Calls back after the first connection that :meth:`open_later` makes, and after every later one."""
         self._on_connected.append(callback)
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        """Calls back whenever the connection is lost."""
+    def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls back whenever the connection is lost, until the function that is returned is called."""
         self._on_lost.append(callback)
+        return lambda: self._on_lost.remove(callback)
 
     @property
     def connected(self) -> bool:

@@ -186,6 +186,7 @@ class KvWatch:
         inbound: asyncio.Queue[Inbound] = asyncio.Queue()
         inbox = self._connection.new_inbox()
         subscription = await self._connection.subscribe(inbox, inbound.put_nowait)
+        forget = self._connection.on_lost(lambda: inbound.put_nowait(Inbound(inbox, "", b"", None)))
         name = ""
         try:
             answer = await self._jetstream.call(f"CONSUMER.CREATE.{stream_of(self._bucket)}", self._config(inbox))
@@ -218,6 +219,7 @@ class KvWatch:
         except TimeoutError:
             return
         finally:
+            forget()
             with suppress(BusError):
                 await subscription.stop()
                 if name and self._connection.connected:

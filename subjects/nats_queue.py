@@ -11,7 +11,16 @@ import msgspec
 import structlog
 
 from subjects import names
-from subjects.bus import ACK_WAIT_S, DUPLICATE_WINDOW_S, QueuedTicket, Stored
+from subjects.bus import (
+    ACK_WAIT_S,
+    CONSUMER_IDLE_S,
+    DUPLICATE_WINDOW_S,
+    LOST_PULL_GRACE_S,
+    PULL_EXPIRY_S_MAX,
+    QueuedTicket,
+    QueueLimits,
+    Stored,
+)
 from subjects.errors import BusError, BusUnavailable, QueueMissing, RequestTimeout
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
@@ -23,19 +32,8 @@ CONSUMERS_MAX: Final = 20_000
 PULLS_WAITING_MAX: Final = 8_192
 """Open pulls of all replicas on one lane; beyond it the server answers 409 and the credits come back at the expiry."""
 TICKETS_UNACKNOWLEDGED_MAX: Final = 65_536
-CONSUMER_IDLE_S: Final = 30.0
-PULL_EXPIRY_S_MAX: Final = 1.0
-LOST_PULL_GRACE_S: Final = 1.0
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Safety net of one shard; the gateways' own limits come first."""
-
-    messages_max: int = 200_000
-    bytes_max: int = 256 * 1024 * 1024
 
 
 def stream_config(shard: int, limits: QueueLimits) -> dict[str, Any]:
