@@ -129,6 +129,7 @@ class Gateway:
         self._bus_lost_s: float | None = time.monotonic() - BUS_LOST_S_MAX
         self._idle = asyncio.Event()
         self._telemetry_now = asyncio.Event()
+        self._bus_back = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._subscriptions: list[Subscription] = []
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
@@ -137,6 +138,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Begins to serve; returns at once even when there is no bus yet (PAINS L3)."""
+        self._bus.on_reconnected(self._bus_back.set)
         await self._shell.start()
         self._subscriptions.append(await self._bus.subscribe(names.POOL, self._on_digest))
         loop = asyncio.get_running_loop()
@@ -175,7 +177,9 @@ class Gateway:
                 last = await self._bus.kv_get(names.POOL_BUCKET, DIGEST_KEY)
             except BusError as error:
                 log.debug("the registry cannot be read yet", error=str(error))
-                await asyncio.sleep(START_RETRY_S)
+                self._bus_back.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._bus_back.wait(), START_RETRY_S)
                 continue
             if last is not None and self.digest is None:
                 self._take_digest(last.value)
