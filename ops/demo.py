@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ops.control import control
-from ops.models import fetch_model, make_tiny_model, print_table, records_of, size
+from ops.models import fetch_model, print_table, records_of, size
 from ops.supervisor import Pool, PoolOptions, until_signal
 from subjects.errors import CarpoolError
 
@@ -69,33 +69,9 @@ class _Stage:
             print(f"[{time.monotonic() - self.started_s:5.1f} s] {line}", flush=True)
 
 
-def demo_services(directory: Path) -> tuple[list[Path], int]:
-    """The three services and the budget of the device: room for any two of the models, never for all three.
-
-    The tiny models get a budget as large as the real one's by their KV, so that the choice of victims is a real one.
-    """
-    smollm2 = fetch_model("smollm2")
-
-    def tiny(name: str, seed: int) -> Path:
-        return make_tiny_model(name, seed=seed, directory=directory / "models" / name)
-
-    paths: list[Path] = []
-    sources = {REAL: smollm2, TINY_A: tiny(TINY_A, seed=1), TINY_B: tiny(TINY_B, seed=2)}
-    for name, source in sources.items():
-        path = directory / f"{name}.yaml"
-        quality = 3 if name == REAL else 1
-        path.write_text(
-            "apiVersion: llm.serving/v1\n"
-            "kind: ModelService\n"
-            f"metadata: {{name: {name}}}\n"
-            "spec:\n"
-            f"  model: {{source: {msgspec.json.encode(str(source)).decode()}}}\n"
-            f"  strategy: {{quality_tier: {quality}}}\n"
-            "  engine: {type: vllm, max_num_seqs: 4, max_context_len: 1024}\n"
-        )
-        paths.append(path)
-    budgets = sorted(record.budget_bytes for record in records_of(paths))
-    return paths, (budgets[1] + budgets[2] + sum(budgets)) // 2
+EXAMPLES = Path(__file__).parent / "examples"
+DEVICE = "cpu:1536MiB"
+"""Room for any two of the three examples (768 + 400 + 400 MiB), never for all."""
 
 
 async def run_demo(*, keep: bool, as_json: bool) -> int:
@@ -104,12 +80,13 @@ async def run_demo(*, keep: bool, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="carpool-demo-", ignore_cleanup_errors=True) as temporary:
         directory = Path(temporary)
         stage.say("models: one real (SmolLM2-135M-Instruct) and two tiny ones with random weights")
-        paths, capacity = await asyncio.to_thread(demo_services, directory)
+        if not as_json:
+            fetch_model("smollm2")
+        records = await asyncio.to_thread(records_of, [EXAMPLES / f"{name}.yaml" for name in (REAL, TINY_A, TINY_B)])
         stage.started_s = time.monotonic()
-        options = PoolOptions(state_dir=directory / "state", devices=(f"cpu:{capacity}",))
-        stage.say(f"starting NATS, Valkey, scheduler, gateway and a worker with one CPU device of {size(capacity)}")
+        options = PoolOptions(state_dir=directory / "state", devices=(DEVICE,))
+        stage.say(f"starting NATS, Valkey, scheduler, gateway and a worker with one device, {DEVICE}")
         async with Pool(options, say=stage.say) as pool:
-            records = records_of(paths)
             await control(pool.nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]})
             for record in records:
                 note = " (random weights)" if record.random_weights else ""

@@ -1,0 +1,1 @@
+"""Kills, freezes and restarts of real processes."""

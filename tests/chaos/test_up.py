@@ -1,0 +1,159 @@
+"""The embedded set as real processes: what a kill -9 of any part leaves behind, and what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from ops.control import control
+from ops.models import records_of
+from ops.supervisor import Pool, PoolOptions, port_is_free, running_pool
+
+SERVICES = """
+apiVersion: llm.serving/v1
+kind: ModelService
+metadata: {name: quick}
+spec:
+  resources: {baseline_memory_gb: 0.1}
+  engine: {type: simulated, max_num_seqs: 8, max_context_len: 2048, kv_cache_bytes: 16MiB}
+"""
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
+    """A running pool with one simulated model."""
+    (tmp_path / "quick.yaml").write_text(SERVICES)
+    async with Pool(PoolOptions(state_dir=tmp_path / "state", devices=("cpu:1GiB",))) as running:
+        records = records_of([tmp_path / "quick.yaml"])
+        await control(running.nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]})
+        yield running
+
+
+async def _ask(pool: Pool, tokens: int = 4, **script: Any) -> httpx.Response:
+    body = {"model": "quick", "messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens, "carpool_sim": script}
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        return await client.post(f"{pool.http_url}/v1/chat/completions", json=body)
+
+
+async def _eventually(holds: Callable[[], bool], limit_s: float = 15.0) -> bool:
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if holds():
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def _gone(pids: list[int]) -> Callable[[], bool]:
+    def check() -> bool:
+        return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+    return check
+
+
+@pytest.mark.parametrize("part", ["nats", "valkey", "scheduler", "worker", "gateway"])
+async def test_killed_part_comes_back_on_its_port(pool: Pool, part: str) -> None:
+    """kill -9 of any part: no orphan, the same endpoint, and the next request is answered (REL-3, PAINS D8)."""
+    assert (await _ask(pool)).status_code == 200
+    killed = psutil.Process(pool.pid(part))
+    below = [child.pid for child in killed.children(recursive=True)]
+    killed.kill()
+    assert await _eventually(_gone([killed.pid, *below])), "the dead part left children behind"
+
+    async def answered() -> bool:
+        try:
+            return (await _ask(pool)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    deadline_s = time.monotonic() + 40
+    while not await answered():
+        assert time.monotonic() < deadline_s, f"no answer 40 s after {part} was killed"
+        await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("part", ["nats", "valkey", "scheduler"])
+async def test_running_request_outlives_the_control_plane(pool: Pool, part: str) -> None:
+    """A request that is being generated goes on while bus, index or scheduler die and come back (REL-3, F10)."""
+    assert (await _ask(pool)).status_code == 200
+    running = asyncio.create_task(_ask(pool, tokens=40, token_s=0.1))
+    await asyncio.sleep(1.0)
+    psutil.Process(pool.pid(part)).kill()
+    response = await running
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] == 40
+    assert response.headers["x-carpool-attempt"] == "1"
+
+
+def _carpool_up(state_home: Path, *flags: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ops.cli", "up", "--port", "0", "--device", "cpu:1GiB", *flags],
+        env={**os.environ, "CARPOOL_STATE": str(state_home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+async def _up(state_home: Path, process: subprocess.Popen[bytes]) -> list[int]:
+    """Waits until it serves; returns the pids of everything below it."""
+    assert await _eventually(lambda: running_pool(state_home / "default") is not None, 60), process.stdout
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
+async def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
+    """kill -9 of ``carpool up`` takes every process and every port with it (PAINS D8)."""
+    process = _carpool_up(tmp_path)
+    try:
+        below = await _up(tmp_path, process)
+        endpoints = running_pool(tmp_path / "default")
+        assert endpoints is not None
+        assert len(below) >= 5
+    finally:
+        process.kill()
+        process.wait()
+    assert await _eventually(_gone(below)), [psutil.Process(pid).cmdline() for pid in below if psutil.pid_exists(pid)]
+    assert running_pool(tmp_path / "default") is None
+    for url in (endpoints.http_url, endpoints.nats_url, endpoints.redis_url.removesuffix("/0")):
+        assert port_is_free("127.0.0.1", int(url.rpartition(":")[2])), url
+
+
+async def test_ctrl_c_ends_everything_and_a_second_signal_is_harmless(tmp_path: Path) -> None:
+    """SIGINT, then SIGTERM while it ends: exit code 0 and no process left."""
+    process = _carpool_up(tmp_path)
+    try:
+        below = await _up(tmp_path, process)
+        process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert await _eventually(_gone(below))
+
+
+async def test_second_pool_of_one_name_says_so_in_one_line(tmp_path: Path) -> None:
+    """Two pools in one state directory would share ports and files: the second is told, and the first goes on."""
+    first = _carpool_up(tmp_path)
+    try:
+        await _up(tmp_path, first)
+        second = _carpool_up(tmp_path)
+        output, _ = await asyncio.to_thread(second.communicate)
+        assert second.returncode == 2
+        assert "another pool runs in" in output.decode().splitlines()[-1]
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.wait(60)
