@@ -7,6 +7,7 @@ context and KV pages come from the record where the options do not say otherwise
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -36,6 +37,8 @@ from workers.spec import ReplicaSpec
 WARM_REQUEST = RequestId("warm-probe")
 WARM_INPUT_TOKENS = 8
 WARM_TIMEOUT_S = 60.0
+TIMER_S = 0.001
+"""Resolution of the event loop's timers."""
 
 
 def profile_of(spec: ReplicaSpec) -> SimulatedProfile:
@@ -99,10 +102,9 @@ class SimulatedEngine:
         request = SimulatedRequest(
             request=WARM_REQUEST, attempt=1, input_tokens=WARM_INPUT_TOKENS, tokens=tokens, max_tokens=tokens
         )
-        loop = asyncio.get_running_loop()
-        commands = probe.step(loop.time(), RequestAdded(request))
+        commands = probe.step(time.monotonic(), RequestAdded(request))
         seen: list[int] = []
-        deadline_s = loop.time() + WARM_TIMEOUT_S
+        deadline_s = time.monotonic() + WARM_TIMEOUT_S
         while True:
             for command in commands:
                 if isinstance(command, EmitDeltas):
@@ -112,8 +114,8 @@ class SimulatedEngine:
                 break
             if wake_s > deadline_s:
                 raise EngineError(f"{tokens} warm-up tokens take longer than {WARM_TIMEOUT_S:.0f} s")
-            await asyncio.sleep(max(0.0, wake_s - loop.time()))
-            commands = probe.step(loop.time(), Ticked())
+            await asyncio.sleep(max(0.0, wake_s - time.monotonic()))
+            commands = probe.step(time.monotonic(), Ticked())
         if seen != [expected_token(WARM_REQUEST, index) for index in range(tokens)]:
             raise EngineError("the warm-up answer of the simulated engine was wrong")
 
@@ -132,11 +134,11 @@ class SimulatedEngine:
             index = len(request.sent_token_ids)
             self._out([EmitDeltas((failure_delta(request.request, request.attempt, parsed, index=index),))])
             return
-        self._out(self._core.step(asyncio.get_running_loop().time(), RequestAdded(parsed)))
+        self._out(self._core.step(time.monotonic(), RequestAdded(parsed)))
 
     def abort(self, request: RequestId, attempt: int) -> None:
         """Stops a request at once."""
-        self._out(self._core.step(asyncio.get_running_loop().time(), RequestAborted(request, attempt)))
+        self._out(self._core.step(time.monotonic(), RequestAborted(request, attempt)))
 
     def _out(self, commands: Sequence[SimulatedCommand]) -> None:
         self._ready.extend(commands)
@@ -156,12 +158,15 @@ class SimulatedEngine:
                     case _:
                         assert_never(command)
             wake_s = self._core.next_wake_s
-            if wake_s is not None and wake_s <= loop.time():
-                self._ready.extend(self._core.step(loop.time(), Ticked()))
+            now_s = time.monotonic()
+            if wake_s is not None and wake_s <= now_s:
+                self._ready.extend(self._core.step(now_s, Ticked()))
                 await asyncio.sleep(0)
                 continue
             self._wake.clear()
-            timer = None if wake_s is None else loop.call_at(wake_s, self._wake.set)
+            # At least a timer's resolution: one that fires early must not make this a busy loop. The core's own clock does
+            # not drift by it, since its steps follow each other back to back.
+            timer = None if wake_s is None else loop.call_later(max(TIMER_S, wake_s - now_s), self._wake.set)
             try:
                 await self._wake.wait()
             finally:

@@ -1,0 +1,581 @@
+"""The replica process: one engine with one model, a core that decides, and the bus.
+
+``run_replica`` is the whole life of the process: load, warm, serve, end. It runs in a forked child as well as in a process
+of its own (``python -m workers.replica --control-fd N``), and makes its own event loop in both.
+
+While it serves, everything it hears is one event for :class:`workers.core.replica.ReplicaCore`, and everything it does is
+one command of it. Pings of the agent are answered by this same event loop, so that a stuck loop is noticed. Nothing that a
+client sent or gets is ever logged; nor is the text of an engine's error once requests run, since it may quote a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, assert_never
+
+import structlog
+
+from subjects import names
+from subjects.bus import Bus, BusMessage, Puller, QueuedTicket
+from subjects.codec import decode, encode
+from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, NoResponders
+from subjects.ids import model_key
+from subjects.messages import (
+    Back,
+    ClaimReply,
+    Delta,
+    EngineType,
+    Lane,
+    OfferReply,
+    PoolDigest,
+    ReplicaState,
+    SlaClass,
+    Ticket,
+)
+from workers.control import (
+    Concurrency,
+    ControlStream,
+    Drain,
+    Drained,
+    Failed,
+    Load,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Start,
+    Stop,
+    ToReplica,
+    exit_with_agent,
+    read_start,
+    replica_stream,
+)
+from workers.core.replica import ReplicaCore
+from workers.core.replica_events import (
+    CLAIM_TIMEOUT_S,
+    AbortRequest,
+    AckTicket,
+    AnswerOffer,
+    BackReceived,
+    BusReconnected,
+    BusRoundTripMade,
+    ClaimAnswered,
+    ClaimUnanswered,
+    ConcurrencySet,
+    DrainStarted,
+    EngineFailed,
+    EngineStepped,
+    ExitReplica,
+    OfferReceived,
+    Opened,
+    PoolChanged,
+    Pull,
+    PullExpired,
+    ReplicaCommand,
+    ReplicaEvent,
+    ReportDrained,
+    ReportLoad,
+    SendClaim,
+    SendFrames,
+    StartRequest,
+    Ticked,
+    TicketPulled,
+    Unanswered,
+)
+from workers.engines.base import Engine, EngineInfo, EngineRequest
+from workers.engines.factory import make_engine
+from workers.spec import ReplicaSpec
+
+log = structlog.get_logger(__name__)
+
+START_TIMEOUT_S = 10.0
+"""How long an exec'd replica waits for its spec."""
+CONNECT_TIMEOUT_S = 2.0
+CONNECT_RETRY_S = 0.5
+"""Between two tries to reach the bus; the agent bounds the whole load."""
+ROUND_TRIP_EVERY_S = 0.2
+ROUND_TRIP_TIMEOUT_S = 1.0
+REPORT_EVERY_S = 0.2
+"""How often the load may be reported when it changed."""
+REPORT_AT_LEAST_EVERY_S = 1.0
+OUTBOX_MESSAGES_MAX = 8192
+"""What may wait for the connection's buffer. Beyond it frames are dropped; the core sends them again."""
+GIVE_BACK_S = 1.0
+"""What a stop waits for the core to give back the requests that still run."""
+CLOSE_TIMEOUT_S = 3.0
+EXIT_FAILED = 1
+EXIT_DECLARED_DEAD = 71
+"""Exit code of a replica that the pool counts as dead."""
+ENGINE_DIED = "the engine that ran this request failed"
+
+
+def run_replica(spec: ReplicaSpec, control: socket.socket) -> int:
+    """Runs the replica until it is told to stop or fails; returns the exit code of the process.
+
+    Call it once per process, from its main thread, with the only copy of this end of the control connection.
+    """
+    exit_with_agent(control)
+    random.seed()
+    _configure_logging()
+    loop = _new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(_live(spec, control))
+    finally:
+        # Threads of an engine that is still loading are not waited for: the process is about to exit.
+        loop.close()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+def _configure_logging() -> None:
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+async def _live(spec: ReplicaSpec, control: socket.socket) -> int:
+    structlog.contextvars.bind_contextvars(replica=spec.replica, model=spec.record.name)
+    replica = Replica(spec, await replica_stream(control))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, replica.stop)
+    # Ctrl-C reaches the whole terminal; the agent tells its replicas what to do.
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    return await replica.run()
+
+
+class Replica:
+    """The shell around :class:`ReplicaCore`."""
+
+    def __init__(self, spec: ReplicaSpec, control: ControlStream[ToReplica]) -> None:
+        self._spec = spec
+        self._control = control
+        self._core = ReplicaCore(spec.replica)
+        self._engine: Engine | None = None
+        self._bus: Bus | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._outbox: deque[Callable[[], Awaitable[None]]] = deque()
+        self._outbox_filled = asyncio.Event()
+        self._outbox_empty = asyncio.Event()
+        self._outbox_empty.set()
+        self._pullers: dict[tuple[SlaClass, Lane], Puller] = {}
+        self._offers: dict[int, str] = {}
+        self._offers_seen = 0
+        self._gathered: list[Delta] = []
+        self._pool = PoolChanged(weights={})
+        self._load = ReportLoad(running=0, slots=0, kv_pages_free=0)
+        self._idle_since_s = time.monotonic()
+        self._drained = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    # ---- life
+
+    def stop(self) -> None:
+        """Ends the process with code 0; what runs is given back. Calling again does nothing."""
+        self._stopping.set()
+
+    async def run(self) -> int:
+        """Loads, serves and ends; returns the exit code."""
+        self._spawn(self._hear_agent())
+        self._spawn(self._stop_when_told())
+        loading = asyncio.get_running_loop().create_task(self._load_and_serve())
+        code = await self._ended
+        loading.cancel()
+        await self._close()
+        return code
+
+    async def _load_and_serve(self) -> None:
+        try:
+            info = await self._load_engine()
+            self._bus = await self._connect()
+            await self._open(self._bus, info)
+        except CarpoolError as error:
+            self._fail(str(error) or type(error).__name__)
+        except Exception as error:
+            log.exception("the replica could not start")
+            self._fail(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    async def _load_engine(self) -> EngineInfo:
+        record = self._spec.record
+        self._control.send(Progress(state=ReplicaState.LOADING, detail="checking the files"))
+        if record.engine_type is EngineType.VLLM:
+            from profiles.hashing import verify
+
+            await asyncio.to_thread(verify, Path(record.source), record.weights_hash)
+        self._control.send(Progress(state=ReplicaState.LOADING, detail="starting the engine", progress=0.1))
+        self._engine = make_engine(self._spec)
+        info = await self._engine.start()
+        self._control.send(Progress(state=ReplicaState.WARMING, progress=0.9))
+        await self._engine.warm(record.warmup_tokens)
+        return info
+
+    async def _connect(self) -> Bus:
+        from subjects.nats_bus import NatsBus
+
+        while True:
+            try:
+                return await NatsBus.connect(
+                    self._spec.nats_urls,
+                    name=self._spec.replica,
+                    shards=self._spec.queue_shards,
+                    timeout_s=CONNECT_TIMEOUT_S,
+                )
+            except BusUnavailable as error:
+                log.warning("no bus yet", error=str(error))
+                await asyncio.sleep(CONNECT_RETRY_S)
+
+    async def _open(self, bus: Bus, info: EngineInfo) -> None:
+        self._spawn(self._send_outbox(), self._run_engine(), self._make_round_trips(bus), self._report())
+        bus.on_reconnected(lambda: self._feed(BusReconnected()))
+        await bus.subscribe(names.run(self._spec.replica), self._offered)
+        await bus.subscribe(names.back(self._spec.replica), self._told)
+        await bus.subscribe(names.POOL, self._pool_told)
+        self._control.send(Ready(info=info))
+        log.info("ready", slots=info.slots, kv_pages=info.kv_pages)
+        self._feed(
+            Opened(
+                slots=info.slots, kv_pages=info.kv_pages, block_size=info.block_size, max_context_len=info.max_context_len
+            )
+        )
+
+    def _fail(self, detail: str) -> None:
+        log.error("the replica failed", detail=detail)
+        self._control.send(Failed(detail=detail))
+        self._end(EXIT_FAILED)
+
+    def _end(self, code: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    async def _stop_when_told(self) -> None:
+        await self._stopping.wait()
+        if self._bus is not None:
+            self._drained.clear()
+            self._feed(DrainStarted(deadline_s=time.monotonic()))
+            await _bounded(self._drained.wait(), GIVE_BACK_S)
+            await _bounded(self._outbox_empty.wait(), GIVE_BACK_S)
+        self._end(0)
+
+    async def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._engine is not None:
+            await _bounded(self._engine.stop(), CLOSE_TIMEOUT_S)
+        for task in list(self._tasks):
+            task.cancel()
+        if self._bus is not None:
+            await _bounded(self._bus.close(), CLOSE_TIMEOUT_S)
+        await self._control.close()
+
+    def _spawn(self, *coroutines: Coroutine[Any, Any, None]) -> None:
+        for coroutine in coroutines:
+            task = asyncio.get_running_loop().create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the replica failed", error=type(error).__name__, task=str(task.get_coro()))
+            self._fail(f"internal error: {type(error).__name__}")
+
+    # ---- the core
+
+    def _feed(self, event: ReplicaEvent) -> None:
+        if self._ended.done():
+            return
+        now_s = time.monotonic()
+        try:
+            for command in self._core.step(now_s, event):
+                self._do(command)
+        except Exception as error:
+            # Half a step was done: to end is honest. The text may quote a prompt, so only its kind and place are told.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
+            self._fail(f"internal error on {type(event).__name__}: {where}")
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_s = self._core.next_wake_s
+        if wake_s is not None:
+            delay_s = max(0.0, wake_s - now_s)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, Ticked())
+
+    def _do(self, command: ReplicaCommand) -> None:
+        bus, engine = self._bus, self._engine
+        assert bus is not None and engine is not None
+        match command:
+            case Pull():
+                self._spawn(self._pull(bus, command))
+            case SendClaim():
+                self._spawn(self._claim(bus, command))
+            case AckTicket(token=acknowledges):
+                self._put(lambda: bus.queue_ack(acknowledges))
+            case StartRequest(grant, profile):
+                engine.add(
+                    EngineRequest(
+                        request=grant.request,
+                        attempt=grant.attempt,
+                        endpoint=grant.endpoint,
+                        body=grant.body,
+                        kv_pages_needed=profile.kv_pages_needed,
+                        prompt_token_ids=grant.prompt_token_ids,
+                        sent_token_ids=grant.sent_token_ids,
+                        cache_salt=grant.cache_salt,
+                        max_tokens=grant.max_tokens or profile.max_tokens,
+                    )
+                )
+            case AbortRequest(request, attempt):
+                engine.abort(request, attempt)
+                log.info("aborted in the engine", request=request, attempt=attempt)
+            case SendFrames(ingress, frames):
+                self._put(lambda: bus.publish(names.out(ingress), encode(frames)))
+            case AnswerOffer(token=offer, busy=busy):
+                reply = self._offers.pop(offer)
+                self._put(lambda: bus.publish(reply, encode(OfferReply(busy=busy))))
+            case ReportLoad():
+                if command.running == 0 and self._load.running > 0:
+                    self._idle_since_s = time.monotonic()
+                self._load = command
+            case ReportDrained(given_back):
+                self._drained.set()
+                self._spawn(self._tell_drained(given_back))
+            case ExitReplica():
+                log.warning("the pool counts this replica as dead; it ends")
+                self._end(EXIT_DECLARED_DEAD)
+            case _:
+                assert_never(command)
+
+    # ---- the bus
+
+    def _put(self, send: Callable[[], Awaitable[None]]) -> None:
+        """Queues something for the bus, in order."""
+        if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
+            log.warning("the outbox is full; a message is dropped")
+            return
+        self._outbox.append(send)
+        self._outbox_filled.set()
+        self._outbox_empty.clear()
+
+    async def _send_outbox(self) -> None:
+        while True:
+            await self._outbox_filled.wait()
+            while self._outbox:
+                try:
+                    await self._outbox.popleft()()
+                except BusError as error:
+                    # What is late is wrong: the core repeats what was not confirmed, the queue what was not acknowledged.
+                    log.debug("a message was not sent", error=type(error).__name__)
+            self._outbox_filled.clear()
+            self._outbox_empty.set()
+
+    async def _pull(self, bus: Bus, command: Pull) -> None:
+        sla_class, lane = command.sla_class, command.lane
+        try:
+            puller = self._pullers.get((sla_class, lane))
+            if puller is None:
+                opened = await bus.open_puller(
+                    model_key(self._spec.record.model_hash),
+                    sla_class,
+                    lane,
+                    on_ticket=lambda queued: self._pulled(sla_class, lane, queued),
+                    on_expired=lambda credits: self._feed(PullExpired(sla_class, lane, credits)),
+                )
+                puller = self._pullers.setdefault((sla_class, lane), opened)
+            await puller.pull(command.credits, command.expires_s)
+        except BusError as error:
+            log.debug("a pull was not sent", error=type(error).__name__)
+            self._feed(PullExpired(sla_class, lane, command.credits))
+
+    def _pulled(self, sla_class: SlaClass, lane: Lane, queued: QueuedTicket) -> None:
+        bus = self._bus
+        assert bus is not None
+        try:
+            ticket = decode(queued.payload, Ticket)
+        except DecodeError:
+            # Nobody can ever serve it, and unacknowledged it would come back for ever.
+            log.warning("a ticket cannot be read; it is acknowledged unserved")
+            self._put(lambda: bus.queue_ack(queued.token))
+            self._feed(PullExpired(sla_class, lane, 1))
+            return
+        self._feed(
+            TicketPulled(sla_class=sla_class, lane=lane, ticket=ticket, token=queued.token, deliveries=queued.deliveries)
+        )
+
+    async def _claim(self, bus: Bus, command: SendClaim) -> None:
+        claim = command.claim
+        unanswered = Unanswered.TIMEOUT
+        try:
+            payload = await bus.request(names.claim(command.ingress), encode(claim), timeout_s=CLAIM_TIMEOUT_S)
+            self._feed(ClaimAnswered(claim.request, claim.attempt, decode(payload, ClaimReply)))  # type: ignore[arg-type]
+            return
+        except NoResponders:
+            unanswered = Unanswered.NO_RESPONDERS
+        except BusUnavailable:
+            unanswered = Unanswered.BUS_UNAVAILABLE
+        except (BusError, DecodeError) as error:
+            log.warning("a claim was not answered", error=type(error).__name__)
+        self._feed(ClaimUnanswered(claim.request, claim.attempt, unanswered))
+
+    def _offered(self, message: BusMessage) -> None:
+        if not message.reply:
+            return
+        ticket = decode(message.payload, Ticket)
+        self._offers_seen += 1
+        self._offers[self._offers_seen] = message.reply
+        self._feed(OfferReceived(ticket=ticket, token=self._offers_seen))
+
+    def _told(self, message: BusMessage) -> None:
+        self._feed(BackReceived(decode(message.payload, Back)))  # type: ignore[arg-type]  # a union is no type to mypy
+
+    def _pool_told(self, message: BusMessage) -> None:
+        digest = decode(message.payload, PoolDigest)
+        if self._spec.replica in digest.dead:
+            self._do(ExitReplica())
+            return
+        pool = PoolChanged(weights={})
+        for model in digest.models:
+            if model.model_hash == self._spec.record.model_hash:
+                weights = {kind: model.class_weights[kind.value] for kind in SlaClass if kind.value in model.class_weights}
+                pool = PoolChanged(weights=weights, waiting=model.waiting_queues)
+        if pool != self._pool:
+            self._pool = pool
+            self._feed(pool)
+
+    async def _make_round_trips(self, bus: Bus) -> None:
+        while True:
+            try:
+                await bus.round_trip(timeout_s=ROUND_TRIP_TIMEOUT_S)
+                self._feed(BusRoundTripMade())
+            except BusError:
+                pass  # Silence is the news: the core notices that no round trip was made.
+            await asyncio.sleep(ROUND_TRIP_EVERY_S)
+
+    # ---- the engine
+
+    async def _run_engine(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        cause = "its stream of steps ended"
+        try:
+            async for deltas in engine.steps():
+                self._stepped(deltas)
+            if self._stopping.is_set() or self._ended.done():
+                return
+        except Exception as error:  # whatever an engine raises, it is dead
+            cause = type(error.__cause__ or error).__name__
+        self._feed(EngineFailed(message=ENGINE_DIED))
+        await _bounded(self._outbox_empty.wait(), GIVE_BACK_S)
+        self._fail(f"the engine died while it served: {cause}")
+
+    def _stepped(self, deltas: Sequence[Delta]) -> None:
+        if self._spec.frame_window_ms <= 0:
+            self._feed(EngineStepped(deltas=tuple(deltas)))
+            return
+        if not self._gathered:
+            asyncio.get_running_loop().call_later(self._spec.frame_window_ms / 1000, self._step_gathered)
+        self._gathered.extend(deltas)
+
+    def _step_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        self._feed(EngineStepped(deltas=tuple(gathered)))
+
+    # ---- the agent
+
+    async def _hear_agent(self) -> None:
+        while (message := await self._control.receive()) is not None:
+            match message:
+                case Ping(number=number):
+                    self._control.send(Pong(number=number))
+                case Drain(timeout_s=timeout_s):
+                    if self._bus is None:
+                        self._control.send(Drained())
+                    else:
+                        self._feed(DrainStarted(deadline_s=time.monotonic() + timeout_s))
+                case Concurrency(slots=slots):
+                    if self._bus is not None:
+                        self._feed(ConcurrencySet(slots=slots))
+                case Stop():
+                    self.stop()
+                case Start():
+                    log.warning("a second start is ignored")
+                case _:
+                    assert_never(message)
+
+    async def _tell_drained(self, given_back: int) -> None:
+        await _bounded(self._outbox_empty.wait(), GIVE_BACK_S)
+        self._control.send(Drained(given_back=given_back))
+
+    async def _report(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        reported: ReportLoad | None = None
+        reported_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            if self._load != reported or now_s - reported_s >= REPORT_AT_LEAST_EVERY_S:
+                reported, reported_s = self._load, now_s
+                self._control.send(
+                    Load(
+                        running=reported.running,
+                        waiting=engine.load().waiting,
+                        kv_pages_free=reported.kv_pages_free,
+                        idle_s=0.0 if reported.running else now_s - self._idle_since_s,
+                    )
+                )
+            await asyncio.sleep(REPORT_EVERY_S)
+
+
+async def _bounded(awaitable: Coroutine[Any, Any, object], timeout_s: float) -> None:
+    """Waits, but never longer than ``timeout_s``; what it raises is of no more interest."""
+    try:
+        await asyncio.wait_for(awaitable, timeout_s)
+    except TimeoutError:
+        pass
+    except Exception as error:
+        log.debug("ignored at the end", error=type(error).__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of an exec'd replica; its spec is the first message on the control socket."""
+    parser = argparse.ArgumentParser(prog="python -m workers.replica", description=__doc__.splitlines()[0])
+    parser.add_argument("--control-fd", type=int, required=True, help="an inherited AF_UNIX stream socket")
+    control = socket.socket(fileno=parser.parse_args(arguments).control_fd)
+    try:
+        spec = read_start(control, timeout_s=START_TIMEOUT_S)
+    except (DecodeError, EOFError, TimeoutError) as error:
+        print(f"no start message from the agent: {error}", file=sys.stderr)  # noqa: T201  # no logging yet
+        return EXIT_FAILED
+    return run_replica(spec, control)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Not sys.exit: an engine's threads must not hold up the end.
+    os._exit(code)
