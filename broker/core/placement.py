@@ -29,7 +29,7 @@ from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.describe import seconds_text
 from broker.core.digest import DigestBuilder
 from broker.core.planning import Outlook, Planner, Want
-from broker.core.pool import Changes, Device, Pool, Presence, Replica
+from broker.core.pool import Changes, Pool, Presence, Replica
 from broker.core.scheduler_events import (
     BeatSeen,
     BusRoundTripMade,
@@ -131,7 +131,8 @@ class SchedulerCore:
             case RegistryLoaded():
                 self.catalogue.load(event.records)
             case ModelApplied():
-                self.catalogue.apply(event.record)
+                if self.catalogue.records.get(event.record.name) != event.record:  # A watch can repeat what we know.
+                    self.catalogue.apply(event.record)
             case ModelRemoved():
                 self.catalogue.remove(event.name)
             case ModelPinned():
@@ -182,13 +183,17 @@ class SchedulerCore:
 
     def _reported(self, now_s: float, changes: Changes, out: list[SchedulerCommand]) -> None:
         for replica in changes.appeared:
-            self.transactions.replica_seen(now_s, replica, out)
+            self.transactions.replica_seen(now_s, replica)
         for replica in changes.changed:
-            ours = self.transactions.replica_seen(now_s, replica, out)
-            if not ours and replica.report.state is ReplicaState.FAILED:
+            ours = self.transactions.replica_seen(now_s, replica)
+            if ours or replica.report.state is not ReplicaState.FAILED:
+                continue
+            if replica.replica in self.pool.leaving:
+                self.pool.declare_dead(replica.replica)  # It did not survive its drain; its requests go on elsewhere.
+            else:
                 self._lost(now_s, replica, replica.report.failure, out)
         for replica in changes.vanished:
-            ours = self.transactions.replica_gone(now_s, replica.replica, "", out)
+            ours = self.transactions.replica_gone(now_s, replica.replica, "")
             # A failed one was counted before; one that drained for somebody else left as it should.
             if not ours and replica.report.state not in (ReplicaState.FAILED, ReplicaState.DRAINING):
                 self._lost(now_s, replica, "its worker lists it no more", out)
@@ -209,7 +214,7 @@ class SchedulerCore:
                 self.transactions.operation_ended(now_s, event.event, out)
             case ReplicaDied():
                 replica = self.pool.ended(event.event.replica)
-                ours = self.transactions.replica_gone(now_s, event.event.replica, event.event.detail, out)
+                ours = self.transactions.replica_gone(now_s, event.event.replica, event.event.detail)
                 if replica is not None and (not ours or replica.report.running):
                     self.pool.declare_dead(event.event.replica)
                 if replica is not None and not ours and replica.report.state is not ReplicaState.FAILED:
@@ -255,7 +260,7 @@ class SchedulerCore:
             outcome = "" if victim.gone else transaction.failure or "given up"
             entry = self._entry_of.pop((transaction.number, victim.replica), None)
             end_s = victim.gone_s if victim.gone else now_s
-            self.digests.close(entry, outcome or ("forced" if victim.forced else "unloaded"), end_s - victim.begun_s)
+            self.digests.close(entry, outcome or ("forced" if victim.forced else "done"), end_s - victim.begun_s)
             if victim.forced and victim.gone:
                 self.pool.declare_dead(victim.replica)
         if transaction.overran:
@@ -273,16 +278,14 @@ class SchedulerCore:
         entry = self._entry_of.pop((transaction.number, "load"), None)
         took_s = transaction.took_s or now_s - transaction.begun_s
         if transaction.stage is Stage.DONE:
-            self.digests.close(entry, "ready", took_s, replica=transaction.replica)
+            self.digests.close(entry, "done", took_s, replica=transaction.replica)
             model.failures = model.excuses = 0
             model.failure = ""
             model.failed_on = None
             known_s = model.load_s if model.load_s is not None else took_s
             model.load_s = known_s + LOAD_SMOOTHING * (took_s - known_s)
             return
-        self.digests.close(
-            entry, f"aborted: {transaction.failure}", now_s - transaction.begun_s, replica=transaction.replica
-        )
+        self.digests.close(entry, f"failed: {transaction.failure}", now_s - transaction.begun_s, replica=transaction.replica)
         match transaction.fault:
             case Fault.MODEL:
                 self._load_failed(now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device))
@@ -354,6 +357,7 @@ class SchedulerCore:
                 claim = self.planner.claim(want, claimed)
                 if claim is not None:
                     claimed.add(claim)
+        self.transactions.start_loads(now_s, out)
         self._settle(now_s, out)
 
     def _begin(self, now_s: float, placement: Placement, want: Want, out: list[SchedulerCommand]) -> None:
@@ -365,8 +369,7 @@ class SchedulerCore:
             reason = f"{self.planner.usage(now_s, replica)}; makes room for {want.record.name}"
             number = self.digests.note(now_s, "evict", name, reason, replica=replica.replica, device=where)
             self._entry_of[(transaction.number, replica.replica)] = number
-        action = "restore" if want.restores else "load"
-        number = self.digests.note(now_s, action, want.record.name, placement.reason, device=where)
+        number = self.digests.note(now_s, "load", want.record.name, placement.reason, device=where)
         self._entry_of[(transaction.number, "load")] = number
 
     def _retire(self, now_s: float, replica: Replica, reason: str, *, forced: bool, out: list[SchedulerCommand]) -> None:
@@ -411,9 +414,7 @@ class SchedulerCore:
                 and (idle_s := self.planner.idle_s(now_s, replica)) >= idle_unload_s
                 and not self.planner.stays(replica)
             ):
-                self._retire(
-                    now_s, replica, f"idle for {seconds_text(self.planner.idle_s(now_s, replica))}", forced=False, out=out
-                )
+                self._retire(now_s, replica, f"idle for {seconds_text(idle_s)}", forced=False, out=out)
 
     def _listed(self, model_hash: ModelHash) -> list[Replica]:
         found = [r for r in self.pool.replicas.values() if r.report.model_hash == model_hash and not r.dead]
@@ -428,16 +429,8 @@ class SchedulerCore:
             outlook = self.planner.outlook(now_s, record) if self._may_decide(now_s) else Outlook()
             outlooks[record.name] = (record, outlook)
             if outlook.permanent:
-                self._alert(
-                    now_s,
-                    Severity.WARNING,
-                    "cannot-fit",
-                    record.name,
-                    f"{record.name} {outlook.refusal}",
-                    {},
-                    "carpool get devices",
-                    out,
-                )
+                text = f"{record.name} {outlook.refusal}"
+                self._alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
         command = self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks)
         if command is not None:
             out.append(command)
@@ -466,8 +459,3 @@ class SchedulerCore:
             remedy=remedy,
         )
         out.append(RaiseAlert(alert))
-
-
-def _runs(device: Device, record: ModelRecord) -> bool:
-    snapshot = device.worker.snapshot
-    return snapshot is not None and record.engine_type in snapshot.engines

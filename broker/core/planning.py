@@ -235,7 +235,7 @@ class Planner:
         record = self._catalogue.of_hash(model_hash)
         if record is None:
             return False
-        return self._catalogue.pinned(record) or self.replicas_count(model_hash) <= record.min_replicas
+        return self._catalogue.pinned(record) or 0 < self.replicas_count(model_hash) <= record.min_replicas
 
     def busy(self, now_s: float, replica: Replica) -> bool:
         """Whether a replica's model has demand, and this replica a part in it.

@@ -352,6 +352,13 @@ class Pool:
         ]
         return sorted(found, key=lambda device: device.key)
 
+    def device(self, worker: WorkerId, device: DeviceId) -> Device | None:
+        """One device, if it is known."""
+        known = self.workers.get(worker)
+        if known is None or known.snapshot is None:
+            return None
+        return next((Device(known, report) for report in known.snapshot.devices if report.device == device), None)
+
     def replica_named(self, worker: WorkerId, replica_name: str) -> Replica | None:
         """The listed replica that a load command named."""
         replica = self._named.get((worker, replica_name))

@@ -176,7 +176,7 @@ class Transactions:
             placement.worker, placement.device, transaction.replica_name, record.model_hash, record.budget_bytes
         )
         self._send_away(now_s, transaction, placement.victims, forced=False, out=out)
-        self.advance(now_s, transaction, out)
+        self._advance(now_s, transaction)
         return transaction
 
     def retire(
@@ -295,7 +295,7 @@ class Transactions:
                 transaction.replica = event.replica
             self._failed(now_s, operation, event.failure, Fault.MODEL, out)
         elif operation.victim is None:
-            self._loaded(now_s, transaction, event.replica, event.took_s, out)
+            self._loaded(now_s, transaction, event.replica, event.took_s)
         else:
             self._left_a_step(now_s, operation, transaction, out)
 
@@ -310,7 +310,7 @@ class Transactions:
             self._unload(now_s, transaction, victim, out)
         else:
             self._pool.ended(victim.replica)
-            self.replica_gone(now_s, victim.replica, "", out)
+            self.replica_gone(now_s, victim.replica, "")
 
     def _failed(
         self,
@@ -338,46 +338,39 @@ class Transactions:
         else:
             self._abort(now_s, transaction, Fault.PLACE, f"{victim.replica} could not be unloaded: {failure}")
 
-    def _loaded(
-        self,
-        now_s: float,
-        transaction: Transaction,
-        replica: ReplicaId | None,
-        took_s: float,
-        out: list[SchedulerCommand],
-    ) -> None:
+    def _loaded(self, now_s: float, transaction: Transaction, replica: ReplicaId | None, took_s: float) -> None:
         transaction.replica = replica or transaction.replica
         transaction.took_s = took_s or now_s - transaction.load_begun_s
         self._end(now_s, transaction, Stage.DONE)
-        self._advance_device(now_s, transaction.worker, transaction.device, out)
 
     # ---------------------------------------------------------------------------------------------------- what reports tell
 
-    def replica_seen(self, now_s: float, replica: Replica, out: list[SchedulerCommand]) -> bool:
+    def replica_seen(self, now_s: float, replica: Replica) -> bool:
         """A listed replica appeared or changed its state; True when it is the newcomer of a transaction."""
         name = base_name(replica.replica)
         for transaction in list(self.running.values()):
             if transaction.stage is Stage.LOADING and transaction.replica_name == name:
                 transaction.replica = replica.replica
                 if replica.report.state is ReplicaState.READY:
-                    self._loaded(now_s, transaction, replica.replica, 0.0, out)
+                    self._loaded(now_s, transaction, replica.replica, 0.0)
                 elif replica.report.state is ReplicaState.FAILED and replica.report.budget_bytes == 0:
                     # While it is still charged its process is ending; its agent's last word on it will say more.
                     self._abort(now_s, transaction, Fault.MODEL, replica.report.failure or "the load failed")
                 return True
         return False
 
-    def replica_gone(self, now_s: float, replica: ReplicaId, detail: str, out: list[SchedulerCommand]) -> bool:
-        """A replica's process is gone; True when a transaction was about it."""
+    def replica_gone(self, now_s: float, replica: ReplicaId, detail: str) -> bool:
+        """A replica's process is gone; True when a transaction was about it. A victim that had not drained was cut off."""
         name = base_name(replica)
         for transaction in list(self.running.values()):
             victim = transaction.victims.get(replica)
             if victim is not None and not victim.gone:
                 victim.gone = True
                 victim.gone_s = now_s
+                if not victim.drained:
+                    victim.forced = transaction.overran = True
                 self._forget_operations(transaction, replica)
-                self.advance(now_s, transaction, out)
-                self._advance_device(now_s, transaction.worker, transaction.device, out)
+                self._advance(now_s, transaction)
                 return True
             if transaction.stage is Stage.LOADING and transaction.replica_name == name:
                 transaction.replica = replica
@@ -428,33 +421,35 @@ class Transactions:
             if transaction.stage is Stage.WAITING and waited_s >= settings.load_s_max + settings.drain_s:
                 self._abort(now_s, transaction, Fault.PLACE, f"the room did not become free in {waited_s:.0f} s")
             else:
-                self.advance(now_s, transaction, out)
+                self._advance(now_s, transaction)
 
-    def advance(self, now_s: float, transaction: Transaction, out: list[SchedulerCommand]) -> None:
-        """Moves on when nothing is in the way any more."""
+    def _advance(self, now_s: float, transaction: Transaction) -> None:
+        """Moves on when nobody is left to leave."""
         if transaction.stage is Stage.LEAVING and all(victim.gone for victim in transaction.victims.values()):
             if transaction.record is None:
                 self._end(now_s, transaction, Stage.DONE)
-                return
-            transaction.move(now_s, Stage.WAITING)
-        if transaction.stage is Stage.WAITING and transaction.record is not None:
-            for device in self._pool.devices(usable=True):
-                if (
-                    device.key == (transaction.worker, transaction.device)
-                    and self._pool.loads_running(device) == 0
-                    and self._pool.free_now_bytes(device) >= transaction.record.budget_bytes
-                ):
-                    self._load(now_s, transaction, transaction.record, out)
+            else:
+                transaction.move(now_s, Stage.WAITING)
+
+    def start_loads(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """Loads what waits for its device where no load runs and the room is free, oldest first."""
+        for transaction in list(self.running.values()):
+            record = transaction.record
+            if transaction.stage is not Stage.WAITING or record is None:
+                continue
+            device = self._pool.device(transaction.worker, transaction.device)
+            if (
+                device is not None
+                and device.worker.usable
+                and self._pool.loads_running(device) == 0
+                and self._pool.free_now_bytes(device) >= record.budget_bytes
+            ):
+                self._load(now_s, transaction, record, out)
 
     def abandon(self, now_s: float, transaction: Transaction) -> None:
         """Ends a placement that waits for its device although nobody waits for the model any more."""
         assert transaction.stage is Stage.WAITING
         self._abort(now_s, transaction, Fault.UNWANTED, "nobody waits for it any more")
-
-    def _advance_device(self, now_s: float, worker: WorkerId, device: DeviceId, out: list[SchedulerCommand]) -> None:
-        for other in list(self.running.values()):
-            if (other.worker, other.device) == (worker, device) and other.stage is Stage.WAITING:
-                self.advance(now_s, other, out)
 
     # ------------------------------------------------------------------------------------------------------------- ends
 
