@@ -510,6 +510,18 @@ def test_a_closed_control_connection_means_exit_or_kill() -> None:
     assert h.exited("r-0", -9) == [died("r-0", failure)]
 
 
+def test_ready_after_the_connection_was_lost_is_not_ready() -> None:
+    """What was still in the pipe of a dying process makes no replica."""
+    h = Harness()
+    h.load()
+    h.spawned("r-0")
+    h.says("r-0", Progress(state=ReplicaState.WARMING))
+    h.feed(ControlLost(replica=ReplicaId("r-0")))
+    assert h.says("r-0", Ready(info=INFO)) == []
+    assert h.state("r-0") is ReplicaState.WARMING
+    assert h.exited("r-0", 70) == [ended("op1", "r-0", "the process exited with code 70 while warming")]
+
+
 def test_a_connection_that_closes_with_its_process_is_an_exit() -> None:
     """The end of the stream is seen before the exit; the exit says more."""
     h = Harness()
@@ -1077,6 +1089,7 @@ class World:
         self.sent: list[WorkerCommand] = []
         self.accepted: set[OperationId] = set()
         self.ends: dict[OperationId, OperationEnded] = {}
+        self.killed: dict[ReplicaId, float] = {}
         self.exits = 0
 
     def feed(self, event: AgentEvent) -> list[AgentCommand]:
@@ -1091,6 +1104,7 @@ class World:
                     self.alive[replica] = self.where[replica]
                 case KillReplica(replica):
                     assert replica in self.alive and replica not in self.spawning, "only what exists is killed"
+                    self.killed.setdefault(replica, self.h.now_s)
                 case SendControl(replica):
                     assert replica in self.alive and replica not in self.spawning
                 case ReplyCommand(reply=answer) if answer.outcome is ACCEPTED:
@@ -1118,6 +1132,11 @@ class World:
 
     def act(self, kind: str, number: int, delay_s: float) -> None:
         h = self.h
+        # What is killed is gone within the bound; the case that it is not has tests of its own.
+        for replica, at_s in sorted(self.killed.items()):
+            if replica in self.alive and h.now_s + delay_s >= at_s + KILL_BOUND_S:
+                self.gone(replica)
+                self.feed(ProcessExited(replica=replica, code=-9))
         h.now_s += delay_s
         running = sorted(replica for replica in self.alive if replica not in self.spawning)
         some = running[number % len(running)] if running else ReplicaId("ghost-0")

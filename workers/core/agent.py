@@ -387,10 +387,15 @@ class AgentCore:
     @property
     def next_wake_s(self) -> float:
         """When a ``Ticked`` is wanted; never infinite, since full snapshots are periodic."""
-        wakes = [self._published_s + (SNAPSHOT_COALESCE_S if self._counters_changed else SNAPSHOT_EVERY_S)]
+        wakes = [self._snapshot_due_s]
         for replica in self._replicas.values():
             wakes.extend(replica.timers())
         return min(wakes)
+
+    @property
+    def _snapshot_due_s(self) -> float:
+        # One expression for "when" and "whether", since a sum and a difference of floats need not agree.
+        return self._published_s + (SNAPSHOT_COALESCE_S if self._counters_changed else SNAPSHOT_EVERY_S)
 
     def reserved_bytes(self, device: DeviceId) -> int:
         """The sum of the budgets that are charged to a device now."""
@@ -490,9 +495,7 @@ class AgentCore:
         return self._out
 
     def _publish(self, now_s: float) -> None:
-        age_s = now_s - self._published_s
-        due = self._changed or age_s >= SNAPSHOT_EVERY_S or (self._counters_changed and age_s >= SNAPSHOT_COALESCE_S)
-        if due:
+        if self._changed or now_s >= self._snapshot_due_s:
             self._changed = self._counters_changed = False
             self._published_s = now_s
             self._sequence += 1
