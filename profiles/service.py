@@ -273,6 +273,8 @@ def _syntax_remedy(problem: str) -> str:
         return "indent with spaces, not tabs"
     if "mapping values are not allowed" in problem:
         return "check the indentation, and put text that holds ': ' in quotes"
+    if "2002:merge'" in problem:
+        return "'<<' is not accepted, write the fields out"
     if "for the tag" in problem:
         return "remove the '!' tag"
     return "check the indentation and the quotes of this line"
