@@ -1,0 +1,134 @@
+"""Who leads: one key in the ``carpool-leader`` bucket that its holder writes again before a second has passed (SCH-12).
+
+The holder renews with a compare-and-set on its own revision. A standby reads the key and takes it, by compare-and-set too,
+when the revision has not moved for ``LEASE_S`` of the standby's own clock. A holder that could not renew for ``LEASE_S``
+counts itself out before it acts again. Clocks of two machines are never compared. What this cannot exclude, for example a
+holder that is frozen between its check and its command, the epoch does: agents refuse a lower one than they have seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+
+from subjects.bus import Bus
+from subjects.codec import decode, encode
+from subjects.errors import BusError, DecodeError, WrongRevision
+from subjects.messages import Lease
+from subjects.names import LEADER_BUCKET
+
+LEASE_S = 1.0
+RENEW_EVERY_S = 0.3
+LOOK_EVERY_S = 0.2
+CALL_S_MAX = 0.8
+"""One write or read of the key; longer than that is as good as none."""
+KEY = "scheduler"
+
+log = structlog.get_logger(__name__)
+
+
+class LeaseKeeper:
+    """Campaigns for the lease, holds it, and says when it is gained and lost."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        holder: str,
+        *,
+        epoch_seen: Callable[[], int],
+        on_gained: Callable[[int], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._bus = bus
+        self._holder = holder
+        self._epoch_seen = epoch_seen
+        self._on_gained = on_gained
+        self._on_lost = on_lost
+        self._revision = 0
+        self.epoch = 0
+        """Of our last leadership."""
+        self._renewed_s = 0.0
+        self._watched = -1
+        self._watched_since_s = 0.0
+        self._looked_s = 0.0
+        self.holds = False
+
+    def check(self, now_s: float) -> bool:
+        """Whether the lease is held at this moment; one that ran out is given up first."""
+        if self.holds and now_s - self._renewed_s > LEASE_S:
+            self.give_up("the lease could not be renewed in time")
+        return self.holds
+
+    def give_up(self, reason: str) -> None:
+        """Leads no more; the key is left to run out."""
+        if self.holds:
+            self.holds = False
+            self._watched = -1
+            log.warning("leadership lost", reason=reason, epoch=self.epoch)
+            self._on_lost(reason)
+
+    async def run(self) -> None:
+        """Campaigns and renews until cancelled."""
+        while True:
+            with suppress(BusError, TimeoutError):
+                await asyncio.wait_for(self._renew() if self.holds else self._campaign(), CALL_S_MAX)
+            self.check(time.monotonic())
+            await asyncio.sleep(RENEW_EVERY_S if self.holds else LOOK_EVERY_S)
+
+    async def release(self) -> None:
+        """Gives the lease back on shutdown, so that a standby need not wait for it to run out."""
+        if self.check(time.monotonic()):
+            self.holds = False
+            self._on_lost("shutdown")
+            with suppress(BusError, TimeoutError):
+                await asyncio.wait_for(self._bus.kv_delete(LEADER_BUCKET, KEY), CALL_S_MAX)
+
+    async def _renew(self) -> None:
+        begun_s = time.monotonic()
+        value = encode(Lease(holder=self._holder, epoch=self.epoch))
+        try:
+            self._revision = await self._bus.kv_put(LEADER_BUCKET, KEY, value, expected_revision=self._revision)
+        except WrongRevision:
+            # It may be our own write whose answer got lost.
+            entry = await self._bus.kv_get(LEADER_BUCKET, KEY)
+            if entry is None:
+                self.give_up("the lease is gone from the bus")
+                return
+            if _lease(entry.value).holder != self._holder:
+                self.give_up(f"{_lease(entry.value).holder} has taken the lease")
+                return
+            self._revision = entry.revision
+        self._renewed_s = begun_s
+
+    async def _campaign(self) -> None:
+        begun_s = time.monotonic()
+        entry = await self._bus.kv_get(LEADER_BUCKET, KEY)
+        revision = entry.revision if entry is not None else 0
+        # A gap in our own looking is no evidence that the holder was silent.
+        if revision != self._watched or begun_s - self._looked_s > LEASE_S:
+            self._watched, self._watched_since_s = revision, begun_s
+        self._looked_s = begun_s
+        if entry is not None and begun_s - self._watched_since_s <= LEASE_S:
+            return
+        before = _lease(entry.value).epoch if entry is not None else 0
+        self.epoch = max(revision, before, self.epoch, self._epoch_seen()) + 1
+        value = encode(Lease(holder=self._holder, epoch=self.epoch))
+        try:
+            self._revision = await self._bus.kv_put(LEADER_BUCKET, KEY, value, expected_revision=revision)
+        except WrongRevision:
+            return  # Somebody was faster.
+        self._renewed_s = begun_s
+        self.holds = True
+        log.info("leadership gained", epoch=self.epoch, holder=self._holder)
+        self._on_gained(self.epoch)
+
+
+def _lease(value: bytes) -> Lease:
+    try:
+        return decode(value, Lease)
+    except DecodeError:
+        return Lease(holder="", epoch=0)

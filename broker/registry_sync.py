@@ -1,0 +1,215 @@
+"""The registry as a scheduler keeps it: the ``carpool-models`` bucket, mirrored in SQLite, restored after a loss (PRO-2).
+
+A key that disappears from the bucket can mean two things: somebody deleted the model, or the server lost its store. They
+must not be confused, or a lost store would unload every model. So a deletion first leaves a ``deleted.<name>`` key in the
+locks bucket; without that key a disappearance is a loss, and the leader writes the record again. Pins live in the same
+bucket as ``pin.<name>``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+
+import msgspec
+import structlog
+
+from profiles.registry import Registry
+from subjects.bus import Bus, KvEntry, Subscription
+from subjects.codec import decode, encode
+from subjects.errors import BusError, DecodeError, WrongRevision
+from subjects.messages import ModelRecord
+from subjects.names import LOCKS_BUCKET, MODELS_BUCKET
+
+RETRY_S = 0.5
+_PINNED, _UNPINNED = b"pinned", b"unpinned"
+
+log = structlog.get_logger(__name__)
+
+
+class RegistrySync:
+    """Follows both buckets, keeps the mirror, and writes what the control verbs ask for."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        registry: Registry,
+        *,
+        leads: Callable[[], bool],
+        on_loaded: Callable[[tuple[ModelRecord, ...]], None],
+        on_applied: Callable[[ModelRecord], None],
+        on_removed: Callable[[str], None],
+        on_pinned: Callable[[str, bool], None],
+    ) -> None:
+        self._bus = bus
+        self._registry = registry
+        self._leads = leads
+        self._on_loaded = on_loaded
+        self._on_applied = on_applied
+        self._on_removed = on_removed
+        self._on_pinned = on_pinned
+        self._watches: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.records: dict[str, ModelRecord] = {}
+        self.pins: dict[str, bool] = {}
+
+    async def start(self) -> None:
+        """Reads the whole registry, restoring it from the mirror if the bucket is empty, then follows it. Waits for the
+        bus as long as it takes."""
+        while True:
+            try:
+                await self._load()
+                self._watches.append(await self._bus.kv_watch(MODELS_BUCKET, self._model_changed))
+                self._watches.append(await self._bus.kv_watch(LOCKS_BUCKET, self._lock_changed))
+                return
+            except BusError as error:
+                log.debug("the registry cannot be read yet", reason=str(error))
+                await self.stop()
+                await asyncio.sleep(RETRY_S)
+
+    async def stop(self) -> None:
+        """Follows no more."""
+        for watch in self._watches:
+            await watch.stop()
+        self._watches.clear()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _load(self) -> None:
+        mirrored = await asyncio.to_thread(self._registry.list)
+        entries = await self._bus.kv_entries(MODELS_BUCKET)
+        records = [record for entry in entries if (record := _record(entry)) is not None]
+        if not entries and mirrored:
+            log.warning("the bucket of models is empty: restored from the mirror", models=len(mirrored))
+            for record in mirrored:
+                with suppress(WrongRevision):  # Another scheduler restores the same.
+                    await self._bus.kv_put(MODELS_BUCKET, record.name, encode(record), expected_revision=0)
+            records = mirrored
+        for entry in await self._bus.kv_entries(LOCKS_BUCKET):
+            self._lock_changed(entry.key, entry)
+        self.records = {record.name: record for record in records}
+        await asyncio.to_thread(self._mirror_all, records, mirrored)
+        self._on_loaded(tuple(records))
+
+    def _mirror_all(self, records: list[ModelRecord], mirrored: list[ModelRecord]) -> None:
+        known = {record.name: record for record in mirrored}
+        for record in records:
+            if known.pop(record.name, None) != record:
+                self._registry.put(record)
+        for name in known:
+            self._registry.delete(name)
+
+    # --------------------------------------------------------------------------------------------------------- following
+
+    def _model_changed(self, key: str, entry: KvEntry | None) -> None:
+        if entry is None:
+            if key in self.records:
+                self._spawn(self._disappeared(key))
+            return
+        record = _record(entry)
+        if record is not None and record != self.records.get(record.name):
+            self.records[record.name] = record
+            self._on_applied(record)
+            self._spawn(asyncio.to_thread(self._registry.put, record))
+
+    async def _disappeared(self, name: str) -> None:
+        while name in self.records:
+            try:
+                if await self._bus.kv_get(MODELS_BUCKET, name) is not None:
+                    return
+                if await self._bus.kv_get(LOCKS_BUCKET, f"deleted.{name}") is not None:
+                    await self._forget(name)
+                    return
+                if self._leads():
+                    log.warning("a model is missing from the bucket and was never deleted: written again", model=name)
+                    await self._bus.kv_put(MODELS_BUCKET, name, encode(self.records[name]), expected_revision=0)
+                    return
+            except WrongRevision:
+                return
+            except BusError as error:
+                log.debug("a missing model cannot be looked into yet", model=name, reason=str(error))
+            await asyncio.sleep(RETRY_S)
+
+    async def _forget(self, name: str) -> None:
+        self.records.pop(name, None)
+        self._on_removed(name)
+        await asyncio.to_thread(self._registry.delete, name)
+
+    def _lock_changed(self, key: str, entry: KvEntry | None) -> None:
+        kind, _, name = key.partition(".")
+        if kind != "pin":
+            return
+        if entry is None:
+            # Pins are set and changed, never removed: the store was lost.
+            if self._leads() and name in self.pins:
+                self._spawn(self._put_pin(name, self.pins[name]))
+            return
+        pinned = entry.value == _PINNED
+        if self.pins.get(name) is not pinned:
+            self.pins[name] = pinned
+            self._on_pinned(name, pinned)
+
+    async def _put_pin(self, name: str, pinned: bool) -> None:
+        with suppress(BusError):
+            await self._bus.kv_put(LOCKS_BUCKET, f"pin.{name}", _PINNED if pinned else _UNPINNED)
+
+    # ----------------------------------------------------------------------------------------------------------- writing
+
+    async def apply(self, record: ModelRecord) -> ModelRecord:
+        """Stores a record under the next revision of its name; an equal one is left as it is.
+
+        Raises:
+            BusError: nothing is stored.
+        """
+        old = self.records.get(record.name)
+        if old is not None and _without_revision(old) == _without_revision(record):
+            return old
+        stored = _with_revision(record, old.revision + 1 if old is not None else 1)
+        await self._bus.kv_delete(LOCKS_BUCKET, f"deleted.{record.name}")
+        await self._bus.kv_put(MODELS_BUCKET, record.name, encode(stored))
+        self.records[record.name] = stored
+        self._on_applied(stored)
+        await asyncio.to_thread(self._registry.put, stored)
+        return stored
+
+    async def delete(self, name: str) -> None:
+        """Removes a record, everywhere.
+
+        Raises:
+            BusError: it may be gone or not; asking again is safe.
+        """
+        await self._bus.kv_put(LOCKS_BUCKET, f"deleted.{name}", b"deleted")
+        await self._bus.kv_delete(MODELS_BUCKET, name)
+        await self._forget(name)
+
+    async def pin(self, name: str, pinned: bool) -> None:
+        """A person's word on a model's eviction.
+
+        Raises:
+            BusError: nothing is stored.
+        """
+        await self._bus.kv_put(LOCKS_BUCKET, f"pin.{name}", _PINNED if pinned else _UNPINNED)
+        self.pins[name] = pinned
+        self._on_pinned(name, pinned)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _record(entry: KvEntry) -> ModelRecord | None:
+    try:
+        return decode(entry.value, ModelRecord)
+    except DecodeError as error:
+        log.warning("a record of the registry cannot be read", model=entry.key, error=str(error))
+        return None
+
+
+def _with_revision(record: ModelRecord, revision: int) -> ModelRecord:
+    return msgspec.structs.replace(record, revision=revision)
+
+
+def _without_revision(record: ModelRecord) -> ModelRecord:
+    return _with_revision(record, 0)
