@@ -6,6 +6,7 @@ nats-py does the protocol, authentication, TLS and the choice of servers. This m
   an hour for. Ours aborts the socket.
 - Any ``-ERR`` but a permission violation closes nats-py's client for good. Ours reconnects.
 - A pong that comes after its waiter gave up kills nats-py's read loop. Ours is ignored.
+- nats-py takes a server for dead whose pongs wait behind a flood of messages. Here any message is a sign of life.
 - Messages go straight from the read loop to plain functions, with no queue and no task per subscription in between. What a
   slow handler does not take stays in the socket and in the server, so nothing is dropped here.
 - What was not written when the connection broke is dropped, and waiting requests fail at once.
@@ -80,6 +81,7 @@ class _Client(Client):
         self.handlers: dict[int, Handler] = {}
         self.registered: dict[int, NatsSubscription] = {}
         self.handler_errors = 0
+        self.lost_because = ""
 
     async def _connect_to_server(self, s: Srv) -> None:
         self.abort()  # the socket of an attempt that failed during its handshake
@@ -93,6 +95,10 @@ class _Client(Client):
             return
         await self._process_op_err(NatsError(f"nats: {err_msg}"))
 
+    async def _process_op_err(self, e: Exception) -> None:
+        self.lost_because = str(e) or type(e).__name__
+        await super()._process_op_err(e)
+
     async def _process_pong(self) -> None:
         self._pings_outstanding = 0
         self._pongs_received += 1
@@ -102,6 +108,8 @@ class _Client(Client):
                 future.set_result(True)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        # Whatever arrives proves that the server lives: under a flood its pong waits behind megabytes of messages.
+        self._pings_outstanding = 0
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
         handler = self.handlers.get(sid)
@@ -308,7 +316,7 @@ class Connection:
         self._client.drop_unsent()
         if self._closing:
             return
-        log.warning("bus connection lost", error=self.last_error)
+        log.warning("bus connection lost", error=self._client.lost_because)
         self._fail_waiters("connection lost")
         self._call(self._on_lost)
 

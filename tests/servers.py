@@ -9,10 +9,17 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
+
 from ops.servers import free_port, nats_server_argv, valkey_server_argv
 
 START_TIMEOUT_S = 15.0
 START_ATTEMPTS_MAX = 5
+
+
+def thread_state(pid: int, thread: int) -> str:
+    """The kernel's letter for what a thread does: ``T`` when it is stopped."""
+    return Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 class ServerProcess:
@@ -86,6 +93,10 @@ class ServerProcess:
         """SIGSTOP: connections stay open, nothing answers."""
         self._signal(signal.SIGSTOP)
         self._frozen = True
+        # The signal stops one thread after the other; until the last one stands the server may still answer.
+        process = psutil.Process(self.pid)
+        while {thread_state(process.pid, thread.id) for thread in process.threads()} != {"T"}:
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """SIGCONT."""
