@@ -187,7 +187,9 @@ class OpenAiLayer:
             raise Refused(_failure_of(result))
         body.kv_transfer_params = None
         conversation, engine_inputs = result
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        # max_tokens is deprecated for chats, and says so in a warning when it is read as an attribute.
+        limit = vars(body)["max_completion_tokens"]
+        limit = vars(body)["max_tokens"] if limit is None else limit
         echo = ""
         if body.echo and conversation and conversation[-1].get("role") == self.chat.get_chat_request_role(body):
             echo = _plain_text(conversation[-1].get("content"))
@@ -341,7 +343,7 @@ class Answer:
             detail["logprobs"] = self._completion_logprobs(choice, prompt_index, output, part)
         if not self._echoed[choice]:
             self._echoed[choice] = True
-            text = rendered.echo_text[prompt_index] + (text if rendered.body.max_tokens != 0 else "")
+            text = rendered.echo_text[prompt_index] + (text if vars(rendered.body)["max_tokens"] != 0 else "")
         first_token_index = self._next_index[choice]
         self._next_index[choice] += len(token_ids)
         if finish_reason is not None:
