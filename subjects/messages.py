@@ -322,7 +322,7 @@ Back = Held | Resend | Cancel
 # ------------------------------------------------------------------------------------------------------------- registry
 
 
-class Sla(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Sla(msgspec.Struct, frozen=True, kw_only=True):
     """Targets of a model."""
 
     p95_latency_ms: int | None = None
@@ -498,7 +498,7 @@ class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     """Whether waiting cannot help (it never fits), or may (loads fail and back off)."""
     class_weights: dict[str, int] = {}
     waiting_queues: tuple[tuple[SlaClass, Lane], ...] | None = None
-    """Where the gateways report waiting tickets, so that replicas make room only for lanes in need; None when not counted."""
+    """Where gateways report waiting tickets, so that replicas make room only for lanes in need; None when not counted."""
 
 
 class PoolDigest(msgspec.Struct, frozen=True, kw_only=True):
