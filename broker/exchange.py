@@ -12,7 +12,7 @@ from subjects.errors import ApiError
 from subjects.ids import ReplicaId, RequestId, Tenant
 from subjects.messages import Delta, Endpoint, SlaClass, Usage
 
-BUFFERED_BYTES_MAX = 4 * 1024 * 1024
+BUFFERED_BYTES_MAX = 1024 * 1024
 """What a client may leave unread of one answer; a slower one is cut off, so that it cannot hold memory (PAINS L4)."""
 _DELTA_BYTES = 200
 """Counted for each delta beside its text: a flood of empty ones must count too."""
@@ -62,6 +62,8 @@ class Exchange:
         self.replica: ReplicaId | None = None
         self.attempt = 0
         self.queue_wait_s: float | None = None
+        self.on_closed: Callable[[], None] | None = None
+        """Called once, when nothing more will be pushed."""
         self._leave = leave
         self._deltas: deque[Delta] = deque()
         self._buffered_bytes = 0
@@ -96,6 +98,8 @@ class Exchange:
         if self._end is None:
             self._end = end
             self._wake()
+            if self.on_closed is not None:
+                self.on_closed()
 
     def drop_buffered(self) -> None:
         """Forgets what is not read yet: of an answer that is given up."""

@@ -42,6 +42,8 @@ BODY_READ_S_MAX = 60.0
 """A body that trickles in slower than this is refused (PAINS O7)."""
 DISCARDED_BYTES_MAX = 64 * 1024 * 1024
 """Read and thrown away of a body that is too large: a client that is still writing would not see our answer otherwise."""
+ABORT = "carpool.abort"
+"""Key of the ASGI scope: a function that drops the connection without waiting for its reader."""
 _JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 _SSE: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -59,6 +61,8 @@ class HttpOptions:
     """Until then a stream's headers are held back, so that an early error keeps its HTTP status (PAINS A7)."""
     keep_alive_s: float = 5.0
     """Then comments at this interval keep proxies from cutting the connection (PAINS A9)."""
+    unread_s_max: float = 30.0
+    """A client that has not read the rest of its answer so long after the answer's end is disconnected."""
 
 
 log = structlog.get_logger(__name__)
@@ -99,37 +103,36 @@ class HttpApp:
         elif scope["method"] != "POST":
             await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")])
         else:
-            await self._completion(endpoint, caller, headers, receive, send)
+            watch = _Watch(receive, scope.get(ABORT), self._options.unread_s_max)
+            try:
+                await self._completion(endpoint, caller, headers, watch, send)
+            finally:
+                watch.stop()
 
     async def _completion(
-        self, endpoint: Endpoint, caller: Caller, headers: dict[str, str], receive: Receive, send: Send
+        self, endpoint: Endpoint, caller: Caller, headers: dict[str, str], watch: _Watch, send: Send
     ) -> None:
         try:
             _check_content_type(headers)
-            body = await self._read_body(headers, receive)
+            body = await self._read_body(headers, watch.receive)
         except ApiError as error:
             await _send_error(send, error)
             return
         except _ClientGone:
             return
-        watch = _Watch(receive)
+        watch.start()
+        ask = Ask(endpoint=endpoint, body=body, tenant=caller.tenant, sla_class=caller.sla_class, headers=headers)
         try:
-            ask = Ask(endpoint=endpoint, body=body, tenant=caller.tenant, sla_class=caller.sla_class, headers=headers)
-            try:
-                exchange = await self._gateway.open(ask)
-            except ApiError as error:
-                await _send_error(send, error)
-            except Exception as error:
-                # Never the message of an unforeseen error: it may quote the prompt.
-                log.error("a request could not be opened", error=type(error).__name__, where=_where(error))
-                await _send_error(send, _internal_error())
-            else:
-                await self._answer(exchange, watch, send)
-        finally:
-            watch.stop()
-
-    async def _answer(self, exchange: Exchange, watch: _Watch, send: Send) -> None:
-        watch.on_gone(exchange.leave)
+            exchange = await self._gateway.open(ask)
+        except ApiError as error:
+            await _send_error(send, error)
+            return
+        except Exception as error:
+            # Never the message of an unforeseen error: it may quote the prompt.
+            log.error("a request could not be opened", error=type(error).__name__, where=_where(error))
+            await _send_error(send, _internal_error())
+            return
+        watch.follow(exchange)
         try:
             if exchange.stream:
                 await self._stream(exchange, send)
@@ -221,29 +224,46 @@ async def _whole(exchange: Exchange, send: Send) -> None:
 
 
 class _Watch:
-    """Listens for the disconnect once the body is read."""
+    """Watches one connection: for the client's disconnect once the body is read, and for an answer that nobody reads."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._callback: Callable[[], None] | None = None
+    def __init__(self, receive: Receive, abort: Callable[[], None] | None, unread_s_max: float) -> None:
+        self.receive = receive
+        self._abort = abort
+        self._unread_s_max = unread_s_max
+        self._exchange: Exchange | None = None
         self._gone = False
-        self._task = asyncio.get_running_loop().create_task(self._listen(receive))
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def _listen(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        if self._callback is not None:
-            self._callback()
+    def start(self) -> None:
+        """Begins to listen for the disconnect."""
+        self._task = asyncio.get_running_loop().create_task(self._listen())
 
-    def on_gone(self, callback: Callable[[], None]) -> None:
-        """Calls back when the client goes, at once if it has gone already."""
-        self._callback = callback
+    def follow(self, exchange: Exchange) -> None:
+        """Leaves the exchange when the client goes, at once if it has gone already."""
+        self._exchange = exchange
+        exchange.on_closed = self._answer_is_over
         if self._gone:
-            callback()
+            exchange.leave()
 
     def stop(self) -> None:
-        self._callback = None
-        self._task.cancel()
+        """The exchange over HTTP has ended."""
+        self._exchange = None
+        if self._task is not None:
+            self._task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _listen(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        if self._exchange is not None:
+            self._exchange.leave()
+
+    def _answer_is_over(self) -> None:
+        if self._abort is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._unread_s_max, self._abort)
 
 
 # ---------------------------------------------------------------------------------------------------------- other routes

@@ -9,12 +9,54 @@ import socket
 from collections.abc import Generator
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from broker.http_app import HttpApp
-from subjects.errors import ConfigError
+from broker.http_app import ABORT, HttpApp
+from broker.openai_answers import error_body
+from subjects.errors import ApiError, ConfigError
 
 BACKLOG_CONNECTIONS = 2048
 CLOSE_S_MAX = 5
+HEADER_BYTES_MAX = 64 * 1024
+
+
+class _TooManyHeaderBytes(Exception):
+    """Raised inside the parser, which turns it into its own error."""
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with a bound on headers, OpenAI's error shape, and a way to drop a client that does not read."""
+
+    _header_bytes = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        self.scope[ABORT] = self._abort  # type: ignore[literal-required] # a key of our own
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        body = error_body(ApiError(400, msg, code="invalid_http"))
+        head = (
+            f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+        )
+        self.transport.write(head.encode() + b"\r\n\r\n" + body)
+        self.transport.close()
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > HEADER_BYTES_MAX:
+            raise _TooManyHeaderBytes
+
+    def _abort(self) -> None:
+        self.transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -52,7 +94,7 @@ class HttpServer:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -72,6 +114,11 @@ class HttpServer:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
+    @property
+    def busy(self) -> int:
+        """Exchanges that are under way."""
+        return len(self._server.server_state.tasks)
+
     async def start(self) -> None:
         """Returns when connections are accepted."""
         self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
@@ -86,10 +133,11 @@ class HttpServer:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError:
         raise ConfigError(f"--host {host}: is no address of this machine") from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio does not see that a socket without a named protocol is TCP, and leaves the 40 ms of Nagle's algorithm on.
+    listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
