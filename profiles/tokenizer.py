@@ -127,7 +127,7 @@ class ModelTokenizer:
         # The batch call lets other threads run meanwhile, and the fast one leaves out offsets, which nobody here reads.
         try:
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
-        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
+        except (UnicodeEncodeError, TypeError):  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
             raise _bad("the prompt holds an unpaired surrogate, which is no text", None) from None
 
 

@@ -106,7 +106,7 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("python tag", HEAD + "spec: !!python/object/apply:os.system [x]\n", ("line 4", "python/object", "remove the '!' tag")),
     ("key that is no text", HEAD + "spec: {source: x, 1: 2}\n", ("the key 1 is not text", "quotes")),
     ("key that is a list", HEAD + "spec: {source: x, [1]: 2}\n", ("is not text",)),
-    ("very deep", HEAD + "spec: " + "[" * 5000 + "\n", ("nested too deeply",)),
+    ("very deep", HEAD + "spec: " + "[" * 1500 + "\n", ("nested too deeply",)),
     ("deep", HEAD + "spec: " + "[" * 40 + "]" * 40 + "\n", ("nested too deeply",)),
     ("too large", HEAD + "# " + "x" * (1 << 20), ("larger than 1048576 bytes", "split it")),
     ("escape sequence", _spec('model: "\\e[31mred"'), ("spec.model", "control character")),
