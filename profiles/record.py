@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from profiles import capacity, hashing
 from profiles.paths import models_dir
 from profiles.service import ModelService, parse_size
-from subjects.errors import ConfigError
+from subjects.errors import ConfigError, EngineError
 from subjects.ids import ModelHash
 from subjects.messages import EngineType, ModelRecord
 
@@ -43,6 +43,29 @@ def build_record(service: ModelService, base_dir: Path, *, progress: Progress | 
                 return _simulated_record(service, base_dir)
     except ConfigError as error:
         raise ConfigError(f"{service.metadata.name}: {error}") from None
+
+
+def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
+    """Checks at load that the files are those of the record: weights, configuration, tokenizer and template (PRO-3).
+
+    Records without files pass. ``trust_cache=False`` reads every byte of the weights again.
+
+    Raises:
+        EngineError: one line; something changed since the model was applied, or cannot be read.
+    """
+    if record.engine_type is not EngineType.VLLM:
+        return
+    directory = Path(record.source)
+    hashing.verify(directory, record.weights_hash, trust_cache=trust_cache)
+    try:
+        found = _files_hash(directory, record.weights_hash, record.dtype, record.engine_options)
+    except ConfigError as error:
+        raise EngineError(str(error)) from None
+    if found != record.model_hash:
+        raise EngineError(
+            f"{directory}: configuration, tokenizer or chat template changed since they were registered (model hash "
+            f"{found[:16]}, expected {record.model_hash[:16]}); restore the files or run 'carpool apply' again"
+        )
 
 
 def source_directory(source: str, base_dir: Path, progress: Progress | None = None) -> Path:
@@ -82,14 +105,11 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     context_len = _context_len(engine.max_context_len, shape.max_context_len)
     kv_bytes = _kv_bytes(service, per_token, context_len)
     weights_hash = hashing.weights_hash(directory)
-    tokenizer_hash = hashing.tokenizer_hash(directory, str(engine.options.get("chat_template", "")))
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory}: no tokenizer.json; save the model's fast tokenizer there")
     return _record(
         service,
-        model_hash=hashing.directory_model_hash(
-            directory, weights_hash, tokenizer_hash, {"dtype": dtype, "options": engine.options}
-        ),
+        model_hash=_files_hash(directory, weights_hash, dtype, engine.options),
         weights_hash=weights_hash,
         kv_signature=capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size),
         source=str(directory),
@@ -104,14 +124,24 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     )
 
 
+def _files_hash(
+    directory: Path, weights_hash: str, dtype: str, options: Mapping[str, str | int | float | bool]
+) -> ModelHash:
+    tokenizer_hash = hashing.tokenizer_hash(directory, str(options.get("chat_template", "")))
+    variant = {"dtype": dtype, "options": options}
+    return hashing.directory_model_hash(directory, weights_hash, tokenizer_hash, variant)
+
+
 def _server_record(service: ModelService, base_dir: Path) -> ModelRecord:
     """A server that runs elsewhere takes no memory of our devices, unless its owner says how much."""
     spec, engine = service.spec, service.spec.engine
     assert spec.source is not None
     assert engine.max_context_len is not None  # the service was checked
     url = spec.source.rstrip("/")
-    model_id = spec.model or service.metadata.name
-    parameters = {"url": url, "model": model_id, "dtype": engine.dtype}
+    options = dict(engine.options)
+    if spec.model:
+        options.setdefault("model", spec.model)
+    parameters = {"url": url, "model": options.get("model", service.metadata.name)}
     model_hash = hashing.parameters_hash("openai_http", parameters)
     return _record(
         service,
@@ -121,6 +151,7 @@ def _server_record(service: ModelService, base_dir: Path) -> ModelRecord:
         tokenizer=_tokenizer_directory(service, base_dir),
         weights_bytes=int((spec.resources.baseline_memory_gb or 0) * 10**9),
         context_len=engine.max_context_len,
+        options=options,
     )
 
 

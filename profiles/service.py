@@ -220,7 +220,9 @@ def parse_size(text: str | int) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases and without duplicate keys."""
+    """PyYAML's safe loader without aliases, duplicate keys and bottomless nesting."""
+
+    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
@@ -228,7 +230,15 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 None, None, f"alias '*{event.anchor}' is not accepted; write the value out", event.start_mark
             )
-        return super().compose_node(parent, index)
+        if self.depth > _DEPTH_MAX:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            problem = f"nested too deeply; a {KIND} has at most 4 levels"
+            raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
@@ -262,8 +272,6 @@ def _documents(data: bytes, place: str) -> Iterable[Any]:
         raise ConfigError(f"{place}{where}: {_plain(problem)}{remedy}") from None
     except (yaml.YAMLError, UnicodeError):
         raise ConfigError(f"{place}: not YAML text in UTF-8; save the file as plain UTF-8 text") from None
-    except RecursionError:
-        raise ConfigError(f"{place}: nested too deeply; a {KIND} has at most 4 levels") from None
     except (ValueError, OverflowError) as error:  # for example the date 2024-13-45, or a number of 5,000 digits
         raise ConfigError(f"{place}: a value cannot be read ({_plain(error)}); put it in quotes if it is text") from None
 
@@ -285,7 +293,7 @@ def _service(document: Any, at: str) -> ModelService:
         raise ConfigError(
             f"{at}: expected fields such as 'apiVersion:', got {_kind(document)}; see ops/examples for a start"
         )
-    _check_values(document, "", at, 0)
+    _check_values(document, "", at)
     # These two come first: of a file of another kind or version every field would be wrong.
     for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
         if document.get(field) != wanted:
@@ -298,15 +306,13 @@ def _service(document: Any, at: str) -> ModelService:
     return _checked(service, at)
 
 
-def _check_values(value: Any, field: str, at: str, depth: int) -> None:
-    if depth > _DEPTH_MAX:
-        raise ConfigError(f"{at}: {field[:80]}...: nested too deeply; a {KIND} has at most 4 levels")
+def _check_values(value: Any, field: str, at: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_values(item, f"{field}.{_plain(key)}" if field else _plain(key), at, depth + 1)
+            _check_values(item, f"{field}.{_plain(key)}" if field else _plain(key), at)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_values(item, f"{field}[{index}]", at, depth + 1)
+            _check_values(item, f"{field}[{index}]", at)
     elif isinstance(value, str):
         # Options may hold whole texts, such as a chat template.
         text = re.sub(r"[\n\t]", "", value) if field.startswith("spec.engine.options.") else value

@@ -12,7 +12,7 @@ import pytest
 
 from profiles import capacity, hashing
 from profiles.hashing import Digests, verify, weights_hash
-from profiles.record import build_record
+from profiles.record import build_record, verify_record
 from profiles.service import parse_services
 from profiles.tiny import SIZES, VOCABULARY, make_tiny
 from profiles.tokenizer import ModelTokenizer
@@ -415,6 +415,22 @@ def test_hashes_tell_variants_apart(tmp_path: Path) -> None:
     assert turned.kv_signature != defaults.kv_signature == base.kv_signature
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_record_is_verified_with_all_its_files(tmp_path: Path, file: str) -> None:
+    """Each file that decides what the model answers is checked at load, and the error says what to do (PRO-3)."""
+    make_tiny("a", tmp_path / "m", seed=1)
+    record = record_of({"source": "m", "engine": {"options": {"seed": 3, "chat_template": "x"}}}, tmp_path)
+    stored = decode(encode(record), ModelRecord)
+    verify_record(stored)
+    path = tmp_path / "m" / file
+    if file.endswith(".json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"changed": 1}))
+    else:
+        path.write_bytes(path.read_bytes()[:-2] + b"zz")
+    with pytest.raises(EngineError, match="changed since they were registered"):
+        verify_record(stored)
+
+
 def test_config_json_is_canonical(tmp_path: Path) -> None:
     """Another order of keys or other spaces in config.json is the same model."""
     make_tiny("a", tmp_path / "m", seed=1)
@@ -484,6 +500,7 @@ def test_record_of_a_server(tmp_path: Path) -> None:
     spec = {"source": "http://127.0.0.1:1/v1/", "model": "up", "engine": {"type": "openai_http", "max_context_len": 4096}}
     record = record_of(spec, tmp_path)
     assert (record.source, record.model_id, record.budget_bytes) == ("http://127.0.0.1:1/v1", "up", 0)
+    assert record.engine_options == {"model": "up"}
     assert record.engine_type is EngineType.OPENAI_HTTP
     assert record.model_hash != record_of(spec | {"model": "other"}, tmp_path).model_hash
     assert record.model_hash == record_of(spec | {"source": "http://127.0.0.1:1/v1"}, tmp_path, name="b").model_hash
