@@ -246,10 +246,10 @@ def _import_everything(entry: str) -> Run:
     prepare_process(on_cpu=True)
     # Its monitor thread would start with the first progress bar.
     importlib.import_module("tqdm").tqdm.monitor_interval = 0
-    for name in PRELOADED:
-        importlib.import_module(name)
     module, _, function = entry.partition(":")
     run: Run = getattr(importlib.import_module(module), function)
+    for name in PRELOADED:
+        importlib.import_module(name)
     return run
 
 

@@ -311,6 +311,7 @@ class _Answer:
         request = self._request
         self._outbox.put(
             [
+                *self._finishing,
                 Delta(
                     request=request.request,
                     attempt=request.attempt,
