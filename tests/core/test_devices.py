@@ -1,0 +1,120 @@
+"""Devices and the flag that names them; NVML is played by a small C library, so this runs without a GPU (WRK-5)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from subjects.errors import ConfigError
+from subjects.messages import DeviceKind
+from workers.devices import available_bytes, cpu_devices, parse_devices, parse_size
+
+FAKE_NVML = r"""
+#include <string.h>
+typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } memory_v2;
+static int devices[2] = {0, 1};
+int nvmlInitWithFlags(unsigned int flags) { return FAIL ? 9 : 0; }
+int nvmlShutdown(void) { return 0; }
+const char *nvmlErrorString(int code) { return "made to fail"; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **device) { *device = &devices[index]; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) { *device = &devices[uuid[4] - '0']; return 0; }
+int nvmlDeviceGetName(void *device, char *name, unsigned int length) { strncpy(name, "Pretend GPU", length); return 0; }
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned int length) {
+    strncpy(uuid, *(int *)device ? "GPU-1" : "GPU-0", length);
+    return 0;
+}
+int nvmlDeviceGetMemoryInfo_v2(void *device, memory_v2 *memory) {
+    memory->total = 80000;
+    memory->reserved = 1000;
+    memory->used = 500 + *(int *)device;
+    return 0;
+}
+"""
+PROBE = """
+from workers.devices import gpu_devices, gpu_used_bytes, parse_devices
+found = gpu_devices()
+print([(d.device, d.kind.value, d.name, d.memory_bytes, d.uuid) for d in found], gpu_used_bytes(found))
+print([d.device for d in parse_devices(())], [d.device for d in parse_devices(("gpu:1", "cpu:1GiB"))])
+"""
+
+
+def probe(directory: Path, *, fail: int) -> subprocess.CompletedProcess[str]:
+    """Runs ``PROBE`` with the played library in front of any real one."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    source = directory / "nvml.c"
+    source.write_text(FAKE_NVML)
+    library = directory / "libnvidia-ml.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", f"-DFAIL={fail}", "-o", str(library), str(source)], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(directory), "PYTHONPATH": os.getcwd()}
+    return subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=environment)
+
+
+def test_gpus_are_what_nvml_says(tmp_path: Path) -> None:
+    """Names, ids, memory without the driver's share; all of them by default, one by its number."""
+    done = probe(tmp_path, fail=0)
+    assert done.stdout.splitlines() == [
+        (
+            "[('gpu0', 'gpu', 'Pretend GPU', 79000, 'GPU-0'), ('gpu1', 'gpu', 'Pretend GPU', 79000, 'GPU-1')] "
+            "(('gpu0', 500), ('gpu1', 501))"
+        ),
+        "['gpu0', 'gpu1'] ['gpu1', 'cpu0']",
+    ], done.stderr
+
+
+def test_a_driver_that_does_not_answer_means_no_gpu(tmp_path: Path) -> None:
+    """The CPU serves, and who asked for a GPU by name is told in one line."""
+    done = probe(tmp_path, fail=1)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].endswith("ConfigError: --device gpu:1: no NVIDIA GPU was found here")
+    assert "[] ()" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5gb", 1_500_000_000), (" 7 kib ", 7168), ("99", 99), ("1T", None)]
+    + [(text, None) for text in ("", "GiB", "-1GiB", "1e3", "4 Gi B", "0x10", "１GiB" * 2, "nan")],
+)
+def test_sizes(text: str, expected: int | None) -> None:
+    """Units are binary or decimal as written; anything else is one line that names the place."""
+    if expected is not None:
+        assert parse_size(text, where="here") == expected
+        return
+    with pytest.raises(ConfigError, match=r"^here: .* is not a size; write it like 4GiB or 512MiB$"):
+        parse_size(text, where="here")
+
+
+def test_cpu_devices_are_budgets() -> None:
+    """As given, numbered in order; by default a share of what is available."""
+    found = parse_devices(("cpu:2GiB", "cpu:1GiB"))
+    assert [(d.device, d.kind, d.memory_bytes) for d in found] == [
+        ("cpu0", DeviceKind.CPU, 2 << 30),
+        ("cpu1", DeviceKind.CPU, 1 << 30),
+    ]
+    (default,) = cpu_devices()
+    assert 0 < default.memory_bytes < max(available_bytes(), default.memory_bytes + 1)
+    assert default.memory_bytes < 0.9 * available_bytes() or default.memory_bytes == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("tpu",), "--device tpu: use cpu, cpu:SIZE such as cpu:4GiB, gpu or gpu:N"),
+        (("cpu:",), "--device cpu:: '' is not a size; write it like 4GiB or 512MiB"),
+        (("cpu:big",), "--device cpu:big: 'big' is not a size; write it like 4GiB or 512MiB"),
+        (("cpu:1MiB",), "--device cpu:1MiB: give a CPU device at least 64MiB"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags: tuple[str, ...], line: str) -> None:
+    """What is wrong and what to write."""
+    with pytest.raises(ConfigError) as caught:
+        parse_devices(flags)
+    assert str(caught.value) == line
