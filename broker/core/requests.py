@@ -334,15 +334,21 @@ class RequestCore:
         live.offered_to = None
         live.retry_s = inf
         self._move(now_s, live, State.RUNNING)
-        self._link(now_s, replica).running[live.request] = None
+        link = self._link(now_s, replica)
+        link.running[live.request] = None
+        link.unanswered = 0  # A claim shows as well as a frame that somebody is there.
+        link.awaiting_frame = False
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
     def _take_frames(self, now_s: float, frames: Frames, out: list[RequestCommand]) -> None:
         link = self._links.get(frames.replica)
-        if link is not None:
-            link.unanswered = 0
-            link.awaiting_frame = False
+        if link is None:
+            # It holds something that we gave up while it was out of reach: ``Held`` tells it that nothing is wanted.
+            link = self._link(now_s, frames.replica)
+            link.linger_until_s = now_s + HELD_LINGER_S
+        link.unanswered = 0
+        link.awaiting_frame = False
         unwanted: dict[tuple[RequestId, int], None] = {}
         for delta in frames.deltas:
             live = self._held_by(frames.replica, delta.request, delta.attempt)
@@ -358,7 +364,7 @@ class RequestCore:
                 self._lose(now_s, live, "its replica does not have it", out)
         for request, attempt in unwanted:
             out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
-            self._link(now_s, frames.replica).linger_until_s = now_s + HELD_LINGER_S
+            link.linger_until_s = now_s + HELD_LINGER_S
 
     def _held_by(self, replica: ReplicaId, request: RequestId, attempt: int) -> LiveRequest | None:
         live = self._live.get(request)
@@ -527,11 +533,10 @@ class RequestCore:
         for replica, link in list(self._links.items()):
             if link.awaiting_frame and bus_works:
                 link.unanswered += 1
-            if link.unanswered >= HELD_UNANSWERED_MAX:
-                link.unanswered = 0
-                for request in list(link.running):
-                    self._lose(now_s, self._live[request], "its replica fell silent", out)
-            if not link.running and now_s >= link.linger_until_s:
+            silent = link.unanswered >= HELD_UNANSWERED_MAX
+            for request in list(link.running) if silent else ():
+                self._lose(now_s, self._live[request], "its replica fell silent", out)
+            if not link.running and now_s >= link.linger_until_s and (silent or not link.awaiting_frame):
                 del self._links[replica]
                 continue
             self._held_sent += 1

@@ -41,11 +41,12 @@ DEFAULT_WEIGHTS: Mapping[SlaClass, int] = {SlaClass.GOLD: 8, SlaClass.SILVER: 4,
 @dataclass(slots=True)
 class _Queue:
     """What is known of one queue. ``window`` above zero means busy, zero believed empty; ``pulled_s`` is the time of its
-    last pull, ``oldest_pulled_s`` of the oldest one that may still be open."""
+    last pull, ``oldest_pulled_s`` of the oldest one that may still be open; ``order`` breaks ties, higher classes first."""
 
     sla_class: SlaClass
     lane: Lane
-    ceiling_pages: int
+    order: int
+    ceiling_pages: int = 0
     outstanding: int = 0
     window: int = 0
     pulled_s: float = -inf
@@ -72,7 +73,7 @@ class PullPlanner:
         for sla_class in SlaClass:
             for lane in Lane:
                 ceiling_pages = min(LANE_PAGES_MAX.get(lane, longest_pages), longest_pages, kv_pages)
-                queue = self._queues.setdefault((sla_class, lane), _Queue(sla_class, lane, ceiling_pages))
+                queue = self._queues.setdefault((sla_class, lane), _Queue(sla_class, lane, len(self._queues)))
                 queue.ceiling_pages = ceiling_pages
 
     @property
@@ -80,11 +81,12 @@ class PullPlanner:
         """Credits that have not come back."""
         return sum(queue.outstanding for queue in self._queues.values())
 
-    @property
-    def next_wake_s(self) -> float:
-        """When :meth:`plan` may have something to do though nothing happened."""
-        lost_s = [q.pulled_s + q.expires_s + WRITE_OFF_S for q in self._queues.values() if q.outstanding]
-        return min([self._paused_until_s if self._paused_until_s > -inf else inf, *lost_s])
+    def next_wake_s(self, *, pulling: bool) -> float:
+        """When :meth:`write_off` or (while ``pulling``) :meth:`plan` has something to do though nothing happened."""
+        due_s = [q.pulled_s + q.expires_s + WRITE_OFF_S for q in self._queues.values() if q.outstanding]
+        if pulling and self._paused_until_s > -inf:
+            due_s.append(self._paused_until_s)
+        return min(due_s, default=inf)
 
     def set_pool(self, weights: Mapping[SlaClass, int], waiting: tuple[tuple[SlaClass, Lane], ...] | None) -> None:
         """Takes the pool's weights (missing ones keep their default) and what waits where."""
@@ -113,11 +115,14 @@ class PullPlanner:
         """The bus is back: do not wait for the pause to end."""
         self._paused_until_s = -inf
 
-    def plan(self, now_s: float, *, free_slots: int, free_pages: int) -> list[Pull]:
-        """New pulls for what is free now; their credits count as outstanding from here on."""
+    def write_off(self, now_s: float) -> None:
+        """Takes credits for lost that should have come back long ago, so that no lost message stops a replica for ever."""
         for queue in self._queues.values():
             if queue.outstanding and now_s >= queue.pulled_s + queue.expires_s + WRITE_OFF_S:
                 queue.outstanding = 0
+
+    def plan(self, now_s: float, *, free_slots: int, free_pages: int) -> list[Pull]:
+        """New pulls for what is free now; their credits count as outstanding from here on."""
         if now_s < self._paused_until_s:
             return []
         self._paused_until_s = -inf
@@ -166,32 +171,31 @@ class PullPlanner:
             self._deficits[richest] -= sum(self._weights[c] for c in classes)
             queue = min(
                 (q for q in ready if q.sla_class is richest),
-                key=lambda q: (credits.get((q.sla_class, q.lane), 0), q.pulled_s, q.ceiling_pages, q.lane.value),
+                key=lambda q: (credits.get((q.sla_class, q.lane), 0), q.pulled_s, q.order),
             )
             credits[queue.sla_class, queue.lane] = credits.get((queue.sla_class, queue.lane), 0) + 1
             free_pages -= queue.ceiling_pages
             left -= 1
 
     def _take_turns(self, now_s: float, empty: list[_Queue], free_slots: int) -> list[Pull]:
-        probes = sum(q.outstanding for q in self._queues.values() if not q.window)
-        left = min(PULL_SLACK, free_slots + TURNS_MIN) - probes
-        idle = sorted((q for q in empty if not q.outstanding), key=lambda q: self._turn(now_s, q))
-        warm = [q for q in idle if self._turn(now_s, q)[0] < 2]
-        first = warm[: max(0, left - TURNS_MIN)]
-        rest = sorted((q for q in idle if q not in first), key=lambda q: self._turn(now_s, q)[1:])
-        chosen = (first + rest)[: max(0, left)]
-        crowded = len(idle) > len(chosen)
-        return [
-            self._pull(now_s, q, 1, PULL_EXPIRES_SHORT_S if crowded and q not in first else PULL_EXPIRES_S) for q in chosen
-        ]
+        """One credit each: aged queues first, then those with waiting tickets or used recently, and ``TURNS_MIN`` for
+        whoever was pulled longest ago."""
+        left = min(PULL_SLACK, free_slots + TURNS_MIN) - sum(q.outstanding for q in self._queues.values() if not q.window)
+        idle = [q for q in empty if not q.outstanding]
+        if left <= 0 or not idle:
+            return []
+        idle.sort(key=lambda q: (q.pulled_s, q.order))
+        aged = [q for q in idle if q.blocked_since_s is not None]
+        warm = [q for q in idle if q.blocked_since_s is None and self._warm(now_s, q)]
+        first = (aged + warm)[: max(0, left - TURNS_MIN)]
+        others = [q for q in idle if q not in first][: left - len(first)]
+        crowded = len(idle) > len(first) + len(others)
+        pulls = [self._pull(now_s, q, 1, PULL_EXPIRES_S) for q in first]
+        return pulls + [self._pull(now_s, q, 1, PULL_EXPIRES_SHORT_S if crowded else PULL_EXPIRES_S) for q in others]
 
-    def _turn(self, now_s: float, queue: _Queue) -> tuple[int, float, int, str, str]:
-        """Aged ones first, then those with waiting tickets or used recently; then who was pulled longest ago."""
-        aged = queue.blocked_since_s is not None
-        known = self._waiting is not None and (queue.sla_class, queue.lane) in self._waiting
-        group = 0 if aged else 1 if known or now_s - queue.found_s < WARM_S else 2
-        order = list(SlaClass).index(queue.sla_class)
-        return group, queue.pulled_s, order, queue.lane.value, queue.sla_class.value
+    def _warm(self, now_s: float, queue: _Queue) -> bool:
+        waiting = self._waiting is not None and (queue.sla_class, queue.lane) in self._waiting
+        return waiting or now_s - queue.found_s < WARM_S
 
     def _pull(self, now_s: float, queue: _Queue, credits: int, expires_s: float) -> Pull:
         if not queue.outstanding:

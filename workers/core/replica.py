@@ -32,6 +32,7 @@ from subjects.messages import (
 from workers.core.held_request import HeldRequest, Key, Phase
 from workers.core.pulling import PullPlanner
 from workers.core.replica_events import (
+    ASK_S,
     CLAIM_TRIES_MAX,
     CONFIRM_S,
     DELIVERIES_MAX,
@@ -80,9 +81,11 @@ LINK_IDLE_S = 10.0
 
 @dataclass(slots=True)
 class _Link:
-    """What this replica knows of a gateway. ``heard_s`` is the last ``Held``, or when its only request was granted."""
+    """What this replica knows of a gateway. ``heard_s`` is the last ``Held``, or when its only request was granted;
+    ``sent_s`` the last frame."""
 
     heard_s: float
+    sent_s: float = -inf
     held_sequence: int = 0
     frames_sent: int = 0
     granted: int = 0
@@ -113,7 +116,7 @@ class ReplicaCore:
     @property
     def next_wake_s(self) -> float | None:
         """When a ``Ticked`` is due, or None when nothing is."""
-        pulling_s = self._planner.next_wake_s if self._serving else inf
+        pulling_s = self._planner.next_wake_s(pulling=self._serving and not self._draining)
         due_s = min(self._beat_due_s, pulling_s, self._drain_deadline_s if self._draining and not self._drained else inf)
         return None if due_s == inf else due_s
 
@@ -201,6 +204,7 @@ class ReplicaCore:
         for held in self._active():
             active += 1
             free_pages -= held.pages
+        self._planner.write_off(now_s)
         if self._serving and not self._draining:
             out.extend(self._planner.plan(now_s, free_slots=self._slots - active, free_pages=free_pages))
         if self._draining and not self._drained and not self._requests and not self._planner.outstanding:
@@ -362,6 +366,7 @@ class ReplicaCore:
     ) -> None:
         """One message of frames, or as many as its bounds ask for; one even if it says nothing."""
         link = self._link(now_s, ingress)
+        link.sent_s = now_s
         first = 0
         size = 0
         for end in range(len(deltas) + 1):
@@ -459,7 +464,8 @@ class ReplicaCore:
         late = late[:FRAME_DELTAS_MAX]  # One message per beat: a gateway that was away is not buried.
         for kept in late:
             kept.sent_s = now_s
-        if late:
+        link = self._links[ingress]
+        if late or (link.granted and now_s - max(link.heard_s, link.sent_s) >= ASK_S):
             self._send(now_s, ingress, [kept.delta for kept in late], out)
 
     # ------------------------------------------------------------------------------------------------------- the end

@@ -23,6 +23,8 @@ UNNAMED_HELD_MAX = 2
 """So many ``Held`` in a row that do not name a request end it here."""
 HELD_SILENCE_S = 2.0
 """Without ``Held`` from a gateway for so long, while the own bus works, its requests are aborted."""
+ASK_S = 0.5
+"""After so long without ``Held`` from a gateway, an empty frame asks it which requests it still wants."""
 ROUND_TRIP_FRESH_S = 0.5
 """The own bus counts as working for so long after a round trip; the shell makes one about every 0.2 s."""
 RECONNECT_GRACE_S = 5.0

@@ -1,0 +1,173 @@
+"""Both cores together under every fault, as a state machine: no token lost, doubled, foreign or out of order; every request
+ends exactly once; an attempt that is over ends within a second of contact; everything ends and nothing leaks after healing.
+
+``PROTOCOL_EXAMPLES`` sets how many histories are tried (default: a few seconds' worth).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from subjects.messages import FailureKind, Lane, SlaClass
+from tests.core.protocol_world import Faults, GatewayProcess, ReplicaProcess, World
+
+REPLICAS_MAX = 3
+GATEWAYS_MAX = 2
+
+
+class Protocol(RuleBasedStateMachine):
+    """Draws histories of requests and troubles."""
+
+    world: World
+
+    @initialize(seed=st.integers(0, 2**32 - 1), gateways=st.integers(1, GATEWAYS_MAX), replicas=st.integers(0, REPLICAS_MAX))
+    def start(self, seed: int, gateways: int, replicas: int) -> None:
+        """A pool, perhaps still without a replica."""
+        self.world = World(seed)
+        for _ in range(gateways):
+            self.world.start_gateway()
+        for _ in range(replicas):
+            self.world.start_replica()
+
+    def _alive(self, kind: str) -> list[Any]:
+        processes: list[Any] = list(self.world.gateways if kind == "gateway" else self.world.replicas)
+        return [process for process in processes if process.alive]
+
+    def _pick(self, kind: str, data: st.DataObject) -> Any:
+        alive = self._alive(kind)
+        return data.draw(st.sampled_from(alive)) if alive else None
+
+    @rule(
+        data=st.data(),
+        totals=st.one_of(
+            st.lists(st.integers(1, 60), min_size=1, max_size=1), st.lists(st.integers(1, 20), min_size=2, max_size=3)
+        ),
+        sla_class=st.sampled_from(SlaClass),
+        lane=st.sampled_from([Lane.SMALL, Lane.SMALL, Lane.MEDIUM, Lane.LARGE]),
+        failures=st.one_of(st.just([]), st.lists(st.sampled_from(FailureKind), max_size=4)),
+        body_bytes=st.sampled_from([0, 10, 300_000]),
+        offered=st.booleans(),
+        count=st.sampled_from([1, 1, 3]),
+    )
+    def submit(
+        self,
+        data: st.DataObject,
+        totals: list[int],
+        sla_class: SlaClass,
+        lane: Lane,
+        failures: list[FailureKind],
+        body_bytes: int,
+        offered: bool,
+        count: int,
+    ) -> None:
+        """Requests arrive."""
+        gateway = self._pick("gateway", data)
+        replica = self._pick("replica", data) if offered else None
+        for _ in range(count if gateway is not None else 0):
+            self.world.submit(
+                gateway,
+                totals=list(totals),
+                sla_class=sla_class,
+                lane=lane,
+                failures=list(failures),
+                body_bytes=body_bytes,
+                offer_to=replica,
+            )
+
+    @rule(data=st.data())
+    def client_leaves(self, data: st.DataObject) -> None:
+        """A client closes its connection, at any moment of its request."""
+        there = [request for request, c in self.world.clients.items() if c.outcome is None and not c.left]
+        if there:
+            self.world.leave(data.draw(st.sampled_from(there)))
+
+    @rule(duration_s=st.sampled_from([0.001, 0.003, 0.02, 0.1, 0.25, 1.0, 3.0]))
+    def time_passes(self, duration_s: float) -> None:
+        """Time passes."""
+        for _ in range(max(1, int(duration_s / 0.25))):
+            self.world.advance(min(duration_s, 0.25))
+
+    @rule(
+        loss=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
+        doubling=st.sampled_from([0.0, 0.2]),
+        delay_s=st.sampled_from([0.001, 0.02, 0.4]),
+        reorder=st.booleans(),
+    )
+    def network_changes(self, loss: float, doubling: float, delay_s: float, reorder: bool) -> None:
+        """The network gets worse or better."""
+        self.world.faults = Faults(loss, doubling, delay_s, reorder)
+        self.world.trouble = self.world.trouble or loss > 0 or delay_s > 0.1
+
+    @precondition(lambda self: len(self._alive("replica")) < REPLICAS_MAX)
+    @rule()
+    def replica_starts(self) -> None:
+        """A replica is loaded."""
+        self.world.start_replica()
+
+    @rule(data=st.data(), noticed=st.booleans())
+    def replica_dies(self, data: st.DataObject, noticed: bool) -> None:
+        """Kill -9 of a replica, noticed by its agent or by nobody."""
+        replica: ReplicaProcess | None = self._pick("replica", data)
+        if replica is not None:
+            self.world.kill(replica, noticed=noticed)
+
+    @rule(data=st.data())
+    def replica_is_declared_dead(self, data: st.DataObject) -> None:
+        """The scheduler errs: a living replica is listed as dead, for ever."""
+        replica: ReplicaProcess | None = self._pick("replica", data)
+        if replica is not None:
+            self.world.declare_dead(replica)
+
+    @rule(data=st.data(), bound_s=st.sampled_from([0.1, 1.0, 10.0]))
+    def replica_drains(self, data: st.DataObject, bound_s: float) -> None:
+        """A replica is drained."""
+        replica: ReplicaProcess | None = self._pick("replica", data)
+        if replica is not None:
+            self.world.trouble = True
+            self.world.drain(replica, bound_s)
+
+    @rule(data=st.data())
+    def gateway_restarts(self, data: st.DataObject) -> None:
+        """Kill -9 of a gateway and a new incarnation."""
+        gateway: GatewayProcess | None = self._pick("gateway", data)
+        if gateway is not None:
+            self.world.kill(gateway)
+            self.world.start_gateway()
+
+    @rule(data=st.data(), kind=st.sampled_from(["gateway", "replica"]), duration_s=st.sampled_from([0.2, 1.5, 3.0, 12.0]))
+    def process_freezes(self, data: st.DataObject, kind: str, duration_s: float) -> None:
+        """SIGSTOP for a while."""
+        process = self._pick(kind, data)
+        if process is not None:
+            self.world.freeze(process, duration_s)
+
+    @rule(data=st.data(), kind=st.sampled_from(["gateway", "replica"]), duration_s=st.sampled_from([0.2, 1.5, 4.0, 12.0]))
+    def process_is_cut_off(self, data: st.DataObject, kind: str, duration_s: float) -> None:
+        """A process loses the bus for a while."""
+        process = self._pick(kind, data)
+        if process is not None:
+            self.world.cut_off(process, duration_s)
+
+    @rule(down_s=st.sampled_from([0.1, 1.0, 4.0]))
+    def bus_restarts(self, down_s: float) -> None:
+        """Kill -9 of the NATS server: memory streams and their consumers are gone."""
+        self.world.restart_bus(down_s)
+
+    def teardown(self) -> None:
+        """First safety, then liveness."""
+        if hasattr(self, "world"):
+            self.world.heal_and_check()
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(
+    max_examples=int(os.environ.get("PROTOCOL_EXAMPLES", "25")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
