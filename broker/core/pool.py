@@ -209,7 +209,14 @@ class Pool:
         self._ended[replica] = None
         while len(self._ended) > self._settings.dead_replicas_max:
             self._ended.pop(next(iter(self._ended)))
+        self._settle_reservation(replica)
         return self._pop(replica)
+
+    def _settle_reservation(self, replica: ReplicaId) -> None:
+        """A reservation that outlived its transaction ends once its replica was listed, or is gone."""
+        held = self.reservations.get(base_name(replica))
+        if held is not None and held.until_s is not None:
+            del self.reservations[held.replica_name]
 
     def load_failed(self, replica: ReplicaId, failure: str) -> None:
         """A load ended badly and its process is gone: shown as failed until its agent forgets it, and charged no more."""
@@ -222,6 +229,7 @@ class Pool:
         self._of_model.setdefault(replica.report.model_hash, {})[replica.replica] = None
         self._of_worker.setdefault(replica.worker, {})[replica.replica] = None
         self._named[(replica.worker, base_name(replica.replica))] = replica.replica
+        self._settle_reservation(replica.replica)
 
     def _pop(self, replica: ReplicaId) -> Replica | None:
         known = self.replicas.pop(replica, None)
@@ -267,7 +275,7 @@ class Pool:
                     self._pop(replica.replica)
                 del self.workers[worker.worker]
         for name, held in list(self.reservations.items()):
-            over = held.until_s is not None and (now_s >= held.until_s or not self._unlisted([held]))
+            over = held.until_s is not None and now_s >= held.until_s
             if over or held.worker not in self.workers or self.workers[held.worker].presence is Presence.DEAD:
                 del self.reservations[name]
         for ingress, seen in list(self._ingresses.items()):

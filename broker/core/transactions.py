@@ -463,7 +463,8 @@ class Transactions:
         transaction.move(now_s, stage)
         self._forget_operations(transaction, None)
         held = self._pool.reservations.pop(transaction.replica_name, None)
-        if held is not None and held.sent and (stage is Stage.DONE or unsure):
+        listed = self._pool.replica_named(transaction.worker, transaction.replica_name) is not None
+        if held is not None and held.sent and not listed and (stage is Stage.DONE or unsure):
             # Until the agent's next report shows it, or does not.
             until_s = now_s + self._settings.ask_again_s + self._settings.answer_s_max
             self._pool.reservations[held.replica_name] = replace(held, until_s=until_s)

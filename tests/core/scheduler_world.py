@@ -195,6 +195,10 @@ class SimAgent:
         for replica in list(self.replicas.values()):
             self._exit(replica, -9)
 
+    def freeze(self, seconds: float) -> None:
+        """The agent's process stands still; what is sent to it waits."""
+        self.frozen_until_s = self.world.now_s + seconds
+
     def kill_replica(self, replica: SimReplica) -> None:
         self._exit(replica, -9)
 
@@ -347,6 +351,10 @@ class World:
             self.run(0.02)
         return self.now_s - start_s
 
+    def pause(self, seconds: float) -> None:
+        """The scheduler's process stands still; what is sent to it waits."""
+        self.paused_until_s = self.now_s + seconds
+
     # ---- the bus and the scheduler
 
     def send(self, event: SchedulerEvent) -> None:
@@ -488,7 +496,13 @@ class World:
         self, name: str = "w", engines: tuple[EngineType, ...] = (EngineType.SIMULATED,), **devices: float
     ) -> SimAgent:
         """A worker with devices of so many GiB."""
-        agent = SimAgent(self, name, devices or {"cpu0": 1.0}, engines)
+        return self.agent_of(name, devices or {"cpu0": 1.0}, engines)
+
+    def agent_of(
+        self, name: str, devices: dict[str, float], engines: tuple[EngineType, ...] = (EngineType.SIMULATED,)
+    ) -> SimAgent:
+        """The same for computed devices."""
+        agent = SimAgent(self, name, devices, engines)
         self.agents.append(agent)
         return agent
 
