@@ -47,7 +47,7 @@ class PromptTokenizer(Protocol):
     def prompts(self, endpoint: Endpoint, body: Mapping[str, Any]) -> list[list[int]]:
         """Token ids of each prompt of a parsed request body: one for chat, one or more for completions.
 
-        A prompt of 100,000 tokens takes some 100 ms: use a thread for long ones.
+        A prompt of 100,000 tokens takes a few hundred milliseconds: use a thread for long ones; other threads run meanwhile.
 
         Raises:
             ApiError: 400, the body cannot be rendered.
