@@ -307,8 +307,9 @@ class Connection:
                 self._client.revive()
 
     async def _failed(self, error: Exception) -> None:
-        self.last_error = str(error) or type(error).__name__
-        if not isinstance(error, (OSError, TimeoutError)):
+        before, self.last_error = self.last_error, str(error) or type(error).__name__
+        # An absent server is said once, when the connection is lost; wrong credentials once, not with every attempt.
+        if self.last_error != before and not isinstance(error, (OSError, TimeoutError)):
             log.warning("bus error", error=self.last_error)
 
     async def _lost(self) -> None:

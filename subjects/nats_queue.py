@@ -83,6 +83,7 @@ class WorkQueue:
         self._shards = shards
         self._limits = limits
         self._created: dict[int, int] = {}
+        self._reading = [asyncio.Lock() for _ in range(shards)]
         connection.on_lost(self._created.clear)
 
     async def ensure(self) -> None:
@@ -112,7 +113,8 @@ class WorkQueue:
         # older time makes a later delete refuse, which is safe; the newer time could delete somebody else's ticket.
         created = self._created.get(shard)
         if created is None:
-            created = await self._read_created(shard)
+            async with self._reading[shard]:  # after a reconnect a whole gateway publishes again at once
+                created = self._created.get(shard) or await self._read_created(shard)
         if created is None:
             raise QueueMissing(f"no stream {names.queue_stream(shard)}")
         headers = {"Nats-Msg-Id": message_id, "Nats-TTL": str(max(1, ttl_s))}

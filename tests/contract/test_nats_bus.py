@@ -224,6 +224,24 @@ async def test_a_lost_consumer_is_made_again(nats_server: NatsServer, connect: C
     assert tickets[-1].payload == b"t"
 
 
+async def test_wrong_credentials_are_said(no_child_is_left: None, tmp_path: Path) -> None:
+    """The server's own words, and right credentials work beside them."""
+
+    class Guarded(NatsServer):
+        def argv(self) -> list[str]:
+            return [*super().argv(), "--user", "u", "--pass", "p"]
+
+    server = Guarded(tmp_path)
+    try:
+        with pytest.raises(BusUnavailable, match=r"(?i)authorization"):
+            await NatsBus.connect(server.url, name="wrong", user="u", password="x", timeout_s=0.5)
+        bus = await NatsBus.connect(server.url, name="right", user="u", password="p")
+        assert await bus.round_trip(timeout_s=5) >= 0
+        await bus.close()
+    finally:
+        server.stop()
+
+
 async def test_a_server_without_jetstream_is_named(no_child_is_left: None, tmp_path: Path) -> None:
     """A joined server may lack it; the error says what to do."""
 
