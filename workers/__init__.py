@@ -9,7 +9,9 @@ Contract of this folder:
 - ``replica.py`` is one process per engine with one model. It pulls and serves requests without its agent's help, and exits
   at once when its agent is gone.
 - ``control.py`` is all that an agent and a replica say to each other; ``spec.py`` is what a replica is told at its start.
-- ``template.py`` is the process that vLLM replicas are forked from; its death kills nobody.
+- ``processes.py`` is what the kernel knows of replicas: groups, exits, last words, PSS, and the sweep of leftovers.
+- ``template.py`` is the process that vLLM replicas are forked from; its death kills nobody. ``forked.py`` is the first thing
+  a forked replica does.
 - ``devices.py`` finds devices and reads their memory. Sum of budgets <= capacity at every instant.
 - ``engines/`` holds the implementations of one small protocol; they are imported late, by replica processes only.
 
