@@ -135,11 +135,16 @@ class Template:
         Raises:
             EngineError: the template is dead (start another one) or refused.
         """
+        message = encode(spec)
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise EngineError(
+                f"{spec.record.name}: its record has {len(message)} bytes; at most {MESSAGE_BYTES_MAX} can be sent"
+            )
         async with self._lock:
             if self._socket is None or not self.alive:
                 raise EngineError("the vLLM template is not running")
             try:
-                socket.send_fds(self._socket, [encode(spec)], [control.fileno()])
+                socket.send_fds(self._socket, [message], [control.fileno()])
             except OSError as error:
                 await self._close()
                 raise EngineError(f"the vLLM template died: {error.strerror}") from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import queue
 import threading
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Delta, Failure
+from subjects.messages import Delta
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
@@ -31,7 +30,6 @@ IDLE_STEP_WAIT_S = 0.002
 """Pause after a step that ran no model (a grammar is still being compiled): work will come, but not from spinning."""
 STOP_TIMEOUT_S = 10.0
 """A step that does not end in this time belongs to a process that is about to exit anyway."""
-PROBE_TEXT = "Hello"
 
 
 class VllmEngine:
@@ -93,12 +91,16 @@ class VllmEngine:
 
     def load(self) -> EngineLoad:
         """Counters of vLLM's own scheduler."""
-        if self._scheduler is None:
+        # The engine's thread may drop it at any moment.
+        scheduler = self._scheduler
+        if scheduler is None:
             return EngineLoad(running=0, waiting=len(self._admissions), kv_pages_free=self._kv_pages)
+        running, _ = scheduler.get_request_counts()
+        # Its own count of waiting ones leaves out those whose grammar is being compiled.
         return EngineLoad(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting) + len(self._admissions),
-            kv_pages_free=self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            running=running,
+            waiting=max(len(scheduler.requests) - running, 0) + len(self._admissions),
+            kv_pages_free=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         )
 
     async def stop(self) -> None:
@@ -114,7 +116,7 @@ class VllmEngine:
     # ------------------------------------------------------------------------------------------------- on the event loop
 
     async def _admit(self, request: EngineRequest) -> None:
-        from workers.engines.vllm_openai import Refused
+        from workers.engines.vllm_openai import Refused, refused
 
         layer = self._layer
         if layer is None:
@@ -122,8 +124,8 @@ class VllmEngine:
             return
         try:
             answer = await layer.render(request)
-        except Refused as refused:
-            self._outbox.put([_refused(request, refused.failure)])
+        except Refused as error:
+            self._outbox.put([refused(request, error.failure)])
             return
         if answer.rendered.exhausted:
             self._outbox.put([answer.finish_exhausted()])
@@ -222,18 +224,19 @@ class VllmEngine:
             action()
 
     def _add(self, answer: Answer) -> None:
-        from workers.engines.vllm_openai import refusal
+        from workers.engines.vllm_openai import job_name, prime_continuation, refusal
 
         rendered = answer.rendered
         names = []
         try:
             for index, prompt in enumerate(rendered.prompts):
-                name = _job_name(rendered.request.request, rendered.request.attempt, index)
+                name = job_name(rendered.request, index)
                 names.append(name)
                 internal = self._engine.add_request(name, prompt.engine_input, prompt.params)
                 self._jobs[name] = _Job(answer, index)
                 if prompt.rendered_ids:
-                    self._prime(internal, prompt.rendered_ids, rendered.request.sent_token_ids)
+                    state = self._engine.output_processor.request_states[internal]
+                    prime_continuation(state.detokenizer, prompt.rendered_ids, rendered.request.sent_token_ids)
         except Exception as error:
             # vLLM validates in here too (parameters, schemas); an error leaves its state as it was.
             for name in names:
@@ -241,35 +244,12 @@ class VllmEngine:
             self._engine.abort_request(names)
             self._call(self._outbox.put, [answer.fail(refusal(error))])
 
-    def _prime(self, internal: str, rendered_ids: tuple[int, ...], sent: tuple[int, ...]) -> None:
-        """Puts the detokenizer of a continuation where it would be had it decoded the sent tokens itself.
-
-        vLLM starts one from the whole prompt, which gives a wrong first text when the sent tokens end within a character.
-        """
-        from tokenizers.decoders import DecodeStream
-
-        detokenizer = self._engine.output_processor.request_states[internal].detokenizer
-        detokenizer.stream = DecodeStream(ids=list(rendered_ids), skip_special_tokens=detokenizer.skip_special_tokens)
-        detokenizer.update(list(sent), False)
-        detokenizer.get_next_output_text(finished=False, delta=True)
-
     def _add_probe(self, probe: _Probe, tokens: int) -> None:
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from workers.engines.vllm_openai import probe_parameters, probe_prompt
 
         name = f"probe.{id(probe)}"
-        ids = self._engine.get_tokenizer().encode(PROBE_TEXT) or [0]
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         try:
-            self._engine.add_request(name, tokens_input(ids), params)
+            self._engine.add_request(name, probe_prompt(self._engine.get_tokenizer()), probe_parameters(tokens))
         except Exception as error:
             probe.settle([], EngineError(f"{self._record.name}: the golden probe was refused: {type(error).__name__}"))
             return
@@ -337,16 +317,13 @@ class _Probe:
     ended: bool = False
 
     def take(self, output: Any) -> list[Delta]:
+        from workers.engines.vllm_openai import probed_tokens
+
         self.ended = True
-        part = output.outputs[0]
-        token_ids = list(part.token_ids)
-        chosen = [step[token].logprob for token, step in zip(token_ids, part.logprobs or (), strict=False)]
-        if not token_ids or len(chosen) != len(token_ids) or not all(math.isfinite(each) for each in chosen):
-            self.settle(
-                [], EngineError("the golden probe gave no tokens or no finite probabilities; the engine is not sane")
-            )
-        else:
-            self.settle(token_ids, None)
+        try:
+            self.settle(probed_tokens(output), None)
+        except EngineError as error:
+            self.settle([], error)
         return []
 
     def settle(self, token_ids: list[int], error: EngineError | None) -> None:
@@ -361,18 +338,3 @@ def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None)
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _job_name(request: RequestId, attempt: int, prompt_index: int) -> str:
-    return f"{request}.{attempt}.{prompt_index}"
-
-
-def _refused(request: EngineRequest, failure: Failure) -> Delta:
-    return Delta(
-        request=request.request,
-        attempt=request.attempt,
-        first_token_index=len(request.sent_token_ids),
-        units=0,
-        end=True,
-        failure=failure,
-    )

@@ -8,6 +8,7 @@ of ``vllm serve``. Importing this module imports vLLM: call :func:`workers.engin
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ValidationError
+from tokenizers.decoders import DecodeStream
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionNamedToolChoiceParam,
     ChatCompletionRequest,
@@ -27,9 +29,10 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
+from vllm.inputs import tokens_input
 from vllm.model_executor.models import ModelRegistry
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from subjects.errors import EngineError
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Usage
@@ -43,6 +46,8 @@ DEFAULT_CHAT_TEMPLATE = (
 
 MESSAGE_CHARS_MAX = 2000
 """A refusal is told to a client; vLLM's can quote a whole schema."""
+
+PROBE_TEXT = "Hello"
 
 _LAYER_OPTIONS = ("chat_template", "tool_call_parser", "reasoning_parser")
 
@@ -443,6 +448,65 @@ class Answer:
                 param="response_format",
             )
         return Failure(kind=FailureKind.SICK, message="the engine failed while generating", status=500)
+
+
+def prime_continuation(detokenizer: Any, rendered_ids: Sequence[int], sent: Sequence[int]) -> None:
+    """Puts the detokenizer of a continuation where it would be had it decoded the sent tokens itself.
+
+    vLLM starts one from the whole prompt, which gives a wrong first text when the sent tokens end within a character, and
+    forgets what a stop string may have begun with. Only for vLLM's fast detokenizer.
+    """
+    detokenizer.stream = DecodeStream(ids=list(rendered_ids), skip_special_tokens=detokenizer.skip_special_tokens)
+    detokenizer.update(list(sent), False)
+    detokenizer.get_next_output_text(finished=False, delta=True)
+
+
+def probe_parameters(tokens: int) -> Any:
+    """Greedy sampling of ``tokens`` tokens with the log probability of each, in one output at the end."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def probe_prompt(tokenizer: Any) -> Any:
+    """The golden probe's prompt."""
+    return tokens_input(tokenizer.encode(PROBE_TEXT) or [0])
+
+
+def probed_tokens(output: Any) -> list[int]:
+    """The token ids that a probe gave.
+
+    Raises:
+        EngineError: none, or with probabilities that are not finite numbers.
+    """
+    part = output.outputs[0]
+    token_ids = list(part.token_ids)
+    chosen = [step[token].logprob for token, step in zip(token_ids, part.logprobs or (), strict=False)]
+    if not token_ids or len(chosen) != len(token_ids) or not all(math.isfinite(each) for each in chosen):
+        raise EngineError("the golden probe gave no tokens or no finite probabilities; the engine is not sane")
+    return token_ids
+
+
+def refused(request: EngineRequest, failure: Failure) -> Delta:
+    """The one delta of a request that never ran."""
+    return Delta(
+        request=request.request,
+        attempt=request.attempt,
+        first_token_index=len(request.sent_token_ids),
+        units=0,
+        end=True,
+        failure=failure,
+    )
+
+
+def job_name(request: EngineRequest, prompt_index: int) -> str:
+    """What vLLM calls one prompt of a request; it adds random characters of its own."""
+    return f"{request.request}.{request.attempt}.{prompt_index}"
 
 
 def refusal(error: Exception) -> Failure:

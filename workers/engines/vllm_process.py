@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch._library.triton",
     # Below errors vLLM logs configuration dumps at each start, and at debug level prompts.
     "VLLM_LOGGING_LEVEL": "ERROR",
     # Replicas share cores; pinning each of them to the same first cores would be worse than none.

@@ -1,0 +1,255 @@
+"""vLLM on a GPU by ``AsyncLLM``, its engine in a process of its own. UNVERIFIED: written without a GPU at hand.
+
+What is shared with the CPU engine (render, derender, refusals, continuation) is verified there, and this class has run with
+vLLM's multi-process engine on a CPU; CUDA, tensor parallelism and memory sizing have not been seen to work.
+
+vLLM's own process ends with this one: it watches its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from subjects.errors import EngineError
+from subjects.ids import RequestId
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.outbox import Key, Outbox
+from workers.engines.vllm_process import one_line, prepare_process
+from workers.spec import ReplicaSpec
+
+if TYPE_CHECKING:
+    from workers.engines.vllm_openai import Answer, OpenAiLayer, Prompt
+
+WATCH_EVERY_S = 0.5
+"""How often the engine's process is asked after while nothing runs."""
+
+
+class VllmGpuEngine:
+    """The ``vllm`` engine on a GPU device (``gpu<index>``, by PCI order)."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._record = spec.record
+        self._device = spec.device
+        self._outbox = Outbox()
+        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._to_prime: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._engine: Any = None
+        self._layer: OpenAiLayer | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._kv_pages = 0
+        self._kv_usage = 0.0
+        self._waiting = 0
+        self._stopped = False
+
+    async def start(self) -> EngineInfo:
+        """Starts vLLM's process and loads the weights, in a thread, since that blocks for up to minutes."""
+        self._choose_device()
+        prepare_process(on_cpu=False)
+        try:
+            self._engine = await asyncio.to_thread(self._build)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{self._record.name}: {one_line(error)}") from None
+        from vllm.v1.engine.detokenizer import uses_fast_detokenizer
+
+        from workers.engines.vllm_openai import OpenAiLayer
+
+        engine = self._engine
+        self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
+        self._hook_continuations()
+        # One page of vLLM's pool is a placeholder.
+        self._kv_pages = max((engine.vllm_config.cache_config.num_gpu_blocks or 1) - 1, 0)
+        self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
+        return EngineInfo(
+            slots=self._record.max_num_seqs,
+            kv_pages=self._kv_pages,
+            block_size=self._record.block_size,
+            max_context_len=engine.model_config.max_model_len,
+            gives_token_ids=True,
+            continues=uses_fast_detokenizer(engine.renderer.get_tokenizer()),
+        )
+
+    async def warm(self, tokens: int) -> None:
+        """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities."""
+        first = await self._probe(max(tokens, 1), "first")
+        second = await self._probe(max(tokens, 1), "second")
+        if first != second:
+            raise EngineError(f"{self._record.name}: the golden probe gave different tokens twice; the engine is not sane")
+
+    def add(self, request: EngineRequest) -> None:
+        """Renders the request and gives it to vLLM."""
+        key = (request.request, request.attempt)
+        if key in self._running:
+            return
+        task = asyncio.get_running_loop().create_task(self._run(request))
+        self._running[key] = task
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    def abort(self, request: RequestId, attempt: int) -> None:
+        """Tells vLLM explicitly; its own clean-up waits for garbage collection."""
+        key = (request, attempt)
+        task = self._running.get(key)
+        if task is not None and self._outbox.mute(key):
+            task.add_done_callback(lambda _: self._outbox.over(key))
+            task.cancel()
+
+    def steps(self) -> AsyncIterator[Sequence[Any]]:
+        """The deltas that one turn of the event loop brought."""
+        return self._outbox.steps()
+
+    def load(self) -> EngineLoad:
+        """Our own count wins over vLLM's last report, which stays as it was once nothing runs."""
+        running = len(self._running)
+        waiting = min(self._waiting, running)
+        used = round(self._kv_usage * self._kv_pages) if running else 0
+        return EngineLoad(running=running - waiting, waiting=waiting, kv_pages_free=max(self._kv_pages - used, 0))
+
+    async def stop(self) -> None:
+        """Aborts what runs and ends vLLM's process."""
+        if self._stopped:
+            return
+        self._stopped = True
+        tasks = list(self._running.values())
+        if self._watch is not None:
+            tasks.append(self._watch)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
+    # ---------------------------------------------------------------------------------------------------------- starting
+
+    def _choose_device(self) -> None:
+        index = self._device.removeprefix("gpu")
+        if index.isdecimal() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+            os.environ["CUDA_VISIBLE_DEVICES"] = index
+
+    def _build(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from workers.engines.vllm_openai import engine_arguments
+
+        arguments = AsyncEngineArgs(**engine_arguments(self._record), enable_log_requests=False)
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._make_counters])
+
+    def _make_counters(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        report = self._report
+
+        class Counters(StatLoggerBase):  # type: ignore[misc] # the base class is not typed for us
+            """Takes the scheduler's counters as they come."""
+
+            def __init__(self) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+                if scheduler_stats is not None:
+                    report(scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return Counters()
+
+    def _report(self, waiting: int, kv_usage: float) -> None:
+        self._waiting, self._kv_usage = waiting, kv_usage
+
+    def _hook_continuations(self) -> None:
+        # The detokenizer must be set before the first output can come, that is inside vLLM's own add_request.
+        from workers.engines.vllm_openai import prime_continuation
+
+        processor, pending = self._engine.output_processor, self._to_prime
+        add_request = processor.add_request
+
+        def add_and_prime(request: Any, *arguments: Any, **named: Any) -> None:
+            add_request(request, *arguments, **named)
+            continuation = pending.pop(request.external_req_id, None)
+            if continuation is not None:
+                prime_continuation(processor.request_states[request.request_id].detokenizer, *continuation)
+
+        processor.add_request = add_and_prime
+
+    # ----------------------------------------------------------------------------------------------------------- running
+
+    async def _watch_engine(self) -> None:
+        while not self._engine.errored:  # noqa: ASYNC110 (vLLM offers no event for it)
+            await asyncio.sleep(WATCH_EVERY_S)
+        self._die()
+
+    def _die(self) -> None:
+        self._outbox.die(EngineError(f"{self._record.name}: vLLM's engine process died"))
+
+    async def _probe(self, tokens: int, name: str) -> list[int]:
+        from workers.engines.vllm_openai import probe_parameters, probe_prompt, probed_tokens
+
+        prompt = probe_prompt(self._engine.renderer.get_tokenizer())
+        last: Any = None
+        try:
+            async for output in self._engine.generate(prompt, probe_parameters(tokens), f"probe.{name}"):
+                last = output
+        except Exception as error:
+            raise EngineError(f"{self._record.name}: the golden probe failed: {type(error).__name__}") from None
+        if last is None:
+            raise EngineError(f"{self._record.name}: the golden probe gave nothing")
+        return probed_tokens(last)
+
+    async def _run(self, request: EngineRequest) -> None:
+        from workers.engines.vllm_openai import Refused, job_name, refused
+
+        layer = self._layer
+        if layer is None:
+            self._outbox.die(EngineError("the engine was given a request while it was not started"))
+            return
+        try:
+            answer = await layer.render(request)
+        except Refused as error:
+            self._outbox.put([refused(request, error.failure)])
+            return
+        if answer.rendered.exhausted:
+            self._outbox.put([answer.finish_exhausted()])
+            return
+        prompts = answer.rendered.prompts
+        names = [job_name(request, index) for index in range(len(prompts))]
+        jobs = [
+            asyncio.ensure_future(self._generate(answer, index, prompt, name))
+            for index, (prompt, name) in enumerate(zip(prompts, names, strict=True))
+        ]
+        try:
+            await asyncio.gather(*jobs)
+        finally:
+            for job in jobs:
+                job.cancel()
+            for name in names:
+                self._to_prime.pop(name, None)
+            if not answer.ended or len(names) > 1:
+                with contextlib.suppress(Exception):
+                    await asyncio.shield(self._engine.abort(names))
+
+    async def _generate(self, answer: Answer, index: int, prompt: Prompt, name: str) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        from workers.engines.vllm_openai import refusal
+
+        if prompt.rendered_ids:
+            self._to_prime[name] = (prompt.rendered_ids, answer.rendered.request.sent_token_ids)
+        try:
+            async for output in self._engine.generate(prompt.engine_input, prompt.params, name):
+                deltas = answer.take(index, output)
+                if deltas:
+                    self._outbox.put(deltas)
+                if answer.ended:
+                    return
+        except EngineDeadError:
+            self._die()
+        except Exception as error:
+            if not answer.ended:
+                self._outbox.put([answer.fail(refusal(error))])
