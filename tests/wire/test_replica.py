@@ -8,14 +8,27 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.errors import BusError
 from subjects.ids import model_key
-from subjects.messages import FailureKind, Frames, Lane, ModelRecord, OfferReply, PoolDigest, ReplicaState, SlaClass, Usage
+from subjects.messages import (
+    EngineType,
+    FailureKind,
+    Frames,
+    Lane,
+    ModelRecord,
+    OfferReply,
+    PoolDigest,
+    ReplicaState,
+    SlaClass,
+    Usage,
+)
 from subjects.nats_bus import NatsBus
 from tests.servers import NatsServer
 from tests.wire.scripted import ScriptedAgent, ScriptedGateway, eventually, simulated_record
@@ -367,6 +380,25 @@ async def test_a_failing_load_is_told_in_one_line(stage: Stage) -> None:
     assert "failed to load" in (await failing.wait_for(Failed)).detail
     assert "step_cost_s" in (await wrong.wait_for(Failed)).detail
     assert [await agent.exit_code() for agent in (failing, wrong)] == [EXIT_FAILED, EXIT_FAILED]
+
+
+async def test_changed_weights_are_refused(stage: Stage, tmp_path: Path) -> None:
+    """Files that are not those that were registered are never loaded (PRO-3)."""
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    record = replace(simulated_record(), engine_type=EngineType.VLLM, source=str(tmp_path), weights_hash="0" * 64)
+    agent = await stage.replica(record, ready=False)
+    assert "weights changed" in (await agent.wait_for(Failed)).detail
+    assert await agent.exit_code() == EXIT_FAILED
+
+
+async def test_a_load_can_be_stopped(stage: Stage) -> None:
+    """``Stop`` and SIGTERM end a replica that still loads, at once."""
+    record = simulated_record(load_s=60)
+    told, signalled = await stage.replica(record, ready=False), await stage.replica(record, ready=False)
+    await asyncio.gather(told.wait_for(Progress), signalled.wait_for(Progress))
+    told.send(Stop())
+    os.kill(signalled.pid, signal.SIGTERM)
+    assert [await told.exit_code(within_s=5), await signalled.exit_code(within_s=5)] == [0, 0]
 
 
 async def test_a_dying_engine_ends_the_replica(stage: Stage) -> None:
