@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn, TypeVar, assert_never
 
-import msgspec
 import structlog
 
 from broker.core.admission import (
@@ -50,6 +49,7 @@ from broker.gateway_models import ModelTable
 from broker.openai_answers import AnswerHead
 from broker.openai_bodies import ParsedBody, parse_body
 from broker.request_shell import RequestShell
+from broker.tasks import end_tasks
 from profiles.blocks import tenant_salt
 from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
 from subjects import names
@@ -89,7 +89,6 @@ class GatewayOptions:
     limits: Limits = field(default_factory=Limits)
     request_s_max: float = 600.0
     """The deadline of a request that brings none, and the latest that it may bring."""
-    body_bytes_max: int = 8 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -159,9 +158,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """Ends all tasks; the bus is the caller's."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
         for subscription in self._subscriptions:
             await subscription.stop()
         await self._shell.stop()
@@ -300,12 +297,11 @@ class Gateway:
         return other
 
     async def _profile(self, ask: Ask, body: ParsedBody, record: ModelRecord, arrived_s: float) -> RequestProfile:
-        fields = msgspec.json.decode(body.raw)
-        parsed = parse_fields(ask.endpoint, fields)
+        parsed = parse_fields(ask.endpoint, body.mapping)
         tokenizer = self._models.loaded_tokenizer(record)
         if tokenizer is None:
             tokenizer = await self._in_thread(partial(self._models.load_tokenizer, record))
-        count = partial(tokenizer.prompts, ask.endpoint, fields)
+        count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
         prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
         input_tokens = max(len(prompt) for prompt in prompts)
         refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.max_tokens)
@@ -386,7 +382,7 @@ class Gateway:
     def _client_left(self, request: RequestId) -> None:
         live = self._live.get(request)
         if live is not None:
-            self.metrics.cancelled.labels(live.view.record.name).inc()
+            self.metrics.of(live.view.record.name).cancelled.inc()
             self._shell.step(ClientLeft(request))
 
     # ------------------------------------------------------------------------------------------- what the core reports
@@ -401,7 +397,7 @@ class Gateway:
         exchange = live.exchange
         exchange.replica, exchange.attempt = grant.replica, grant.attempt
         exchange.queue_wait_s = time.monotonic() - live.arrived_s
-        self.metrics.queue_wait_s.labels(live.view.record.name).observe(grant.waited_s)
+        self.metrics.of(live.view.record.name).queue_wait_s.observe(grant.waited_s)
 
     def delivered(self, deliver: Deliver) -> None:
         """The next output of a request."""
@@ -410,7 +406,7 @@ class Gateway:
             return
         if live.first_output_s is None:
             live.first_output_s = time.monotonic()
-            self.metrics.ttft_s.labels(live.view.record.name).observe(live.first_output_s - live.arrived_s)
+            self.metrics.of(live.view.record.name).ttft_s.observe(live.first_output_s - live.arrived_s)
         if deliver.delta.finish_reason is not None:
             live.finish_reasons.append(deliver.delta.finish_reason)
         if not live.exchange.push((deliver.delta,)):
@@ -425,7 +421,7 @@ class Gateway:
             return
         live.granted = False
         self._admission.requeued(restart.request)
-        self.metrics.attempts.labels(live.view.record.name).inc()
+        self.metrics.of(live.view.record.name).attempts.inc()
         log.info("a request waits again", request=restart.request, attempt=restart.attempt, reason=restart.reason)
 
     def ended(self, end: EndRequest) -> None:
@@ -458,15 +454,16 @@ class Gateway:
     def _count_end(self, live: _Live, status: str) -> None:
         name = live.view.record.name
         self.metrics.requests.labels(name, status, live.ask.way).inc()
-        self.metrics.latency_s.labels(name).observe(time.monotonic() - live.arrived_s)
+        self.metrics.of(name).latency_s.observe(time.monotonic() - live.arrived_s)
 
     def _learn(self, live: _Live, usage: Usage | None) -> None:
         if usage is None:
             return
-        name, profile = live.view.record.name, live.profile
-        self.metrics.tokens.labels(name, "input").inc(usage.prompt_tokens)
-        self.metrics.tokens.labels(name, "output").inc(usage.completion_tokens)
-        self.metrics.tokens.labels(name, "cached").inc(usage.cached_tokens)
+        profile = live.profile
+        metrics = self.metrics.of(live.view.record.name)
+        metrics.tokens_input.inc(usage.prompt_tokens)
+        metrics.tokens_output.inc(usage.completion_tokens)
+        metrics.tokens_cached.inc(usage.cached_tokens)
         if live.finish_reasons and all(reason != "length" for reason in live.finish_reasons):
             self._lengths.observe(profile.model_hash, profile.tenant, profile.kind, usage.completion_tokens // profile.n)
 

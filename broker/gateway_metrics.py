@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 UNRESOLVED = "-"
 """Stands for the model of a request whose name was not resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """The series of one model. Finding a series by its labels costs more than counting, so it is done once."""
+
+    queue_wait_s: Histogram
+    ttft_s: Histogram
+    latency_s: Histogram
+    tokens_input: Counter
+    tokens_output: Counter
+    tokens_cached: Counter
+    attempts: Counter
+    cancelled: Counter
 
 
 class GatewayMetrics:
@@ -40,6 +56,24 @@ class GatewayMetrics:
         self.queue_restored = Counter(
             "carpool_queue_restored", "Times the work-queue was lost and made again.", registry=own
         )
+
+        self._of: dict[str, ModelMetrics] = {}
+
+    def of(self, model: str) -> ModelMetrics:
+        """The series of a model of the registry."""
+        found = self._of.get(model)
+        if found is None:
+            found = self._of[model] = ModelMetrics(
+                queue_wait_s=self.queue_wait_s.labels(model),
+                ttft_s=self.ttft_s.labels(model),
+                latency_s=self.latency_s.labels(model),
+                tokens_input=self.tokens.labels(model, "input"),
+                tokens_output=self.tokens.labels(model, "output"),
+                tokens_cached=self.tokens.labels(model, "cached"),
+                attempts=self.attempts.labels(model),
+                cancelled=self.cancelled.labels(model),
+            )
+        return found
 
     def text(self) -> bytes:
         """The exposition format."""

@@ -9,6 +9,7 @@ import structlog
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway import Gateway
 from broker.openai_answers import ChunkWriter, WholeAnswer, error_body
+from broker.tasks import end_tasks
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
@@ -54,9 +55,7 @@ class NatsIngress:
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=LAST_FRAMES_S_MAX)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     def _on_request(self, message: BusMessage) -> None:
         tenant = message.subject.rpartition(".")[2]

@@ -79,7 +79,10 @@ def _detail(delta: Delta) -> tuple[dict[str, Any], dict[str, Any]]:
     """``(keys of the choice, keys of the choice's delta)``"""
     if not delta.detail:
         return {}, {}
-    detail = _decode(delta.detail)
+    try:
+        detail = _decode(delta.detail)
+    except msgspec.DecodeError:
+        return {}, {}  # A replica's mistake must not break the stream of its text.
     if not isinstance(detail, dict):
         return {}, {}
     return (

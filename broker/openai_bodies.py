@@ -130,6 +130,8 @@ class ParsedBody:
     endpoint: Endpoint
     raw: bytes
     fields: ChatBody | CompletionBody
+    mapping: dict[str, Any]
+    """The whole body decoded, for the tokenizer and its chat template."""
 
     @property
     def model(self) -> str:
@@ -174,6 +176,7 @@ _DECODERS: dict[Endpoint, msgspec.json.Decoder[Any]] = {
     Endpoint.CHAT: msgspec.json.Decoder(ChatBody),
     Endpoint.COMPLETIONS: msgspec.json.Decoder(CompletionBody),
 }
+_decode_mapping = msgspec.json.Decoder(dict[str, Any]).decode
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
 
@@ -188,6 +191,7 @@ def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
         if not raw.isascii():
             raw.decode("utf-8")  # msgspec skips over strings of unknown fields without looking at their encoding
         fields = cast("ChatBody | CompletionBody", _DECODERS[endpoint].decode(raw))
+        mapping = _decode_mapping(raw)  # also finds numbers out of range in fields that the struct does not know
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except RecursionError:
@@ -202,7 +206,9 @@ def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
         _check_messages(fields.messages)
     else:
         _check_prompt(fields)
-    return ParsedBody(endpoint=endpoint, raw=_withhold(raw, fields), fields=fields)
+    if any(getattr(fields, name) is not UNSET for name in WITHHELD_FIELDS):
+        raw, mapping = _withhold(raw), {name: value for name, value in mapping.items() if name not in WITHHELD_FIELDS}
+    return ParsedBody(endpoint=endpoint, raw=raw, fields=fields, mapping=mapping)
 
 
 def _invalid_field(text: str) -> ApiError:
@@ -269,8 +275,6 @@ def _check_prompt(fields: CompletionBody) -> None:
         raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
 
 
-def _withhold(raw: bytes, fields: CommonBody) -> bytes:
-    if all(getattr(fields, name) is UNSET for name in WITHHELD_FIELDS):
-        return raw
+def _withhold(raw: bytes) -> bytes:
     kept = msgspec.json.decode(raw, type=dict[str, Raw])
     return msgspec.json.encode({name: value for name, value in kept.items() if name not in WITHHELD_FIELDS})

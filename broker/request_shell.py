@@ -37,6 +37,7 @@ from broker.core.request_events import (
     TicketStored,
 )
 from broker.core.requests import RequestCore
+from broker.tasks import end_tasks
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
@@ -124,10 +125,7 @@ class RequestShell:
             self._timer.cancel()
         for subscription in self._subscriptions:
             await subscription.stop()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
 
     def step(self, event: RequestEvent) -> None:
         """Tells the core and does what it asks for. A call from inside a step waits for that step's end."""

@@ -19,6 +19,7 @@ from broker.http_app import HttpApp, HttpOptions
 from broker.http_keys import ApiKeys
 from broker.http_server import HttpServer
 from broker.nats_ingress import NatsIngress
+from broker.tasks import end_tasks
 from subjects import names
 from subjects.bus import BusMessage, QueuedTicket
 from subjects.codec import decode, encode
@@ -185,9 +186,7 @@ class ScriptedReplica:
 
     async def stop(self) -> None:
         """Falls silent, as a death would."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
         await self._stack.aclose()
 
     async def _pull(self, sla_class: SlaClass, lane: Lane) -> None:
@@ -332,6 +331,7 @@ class Pool:
         self.tickets: list[str] = []
         self.telemetry: list[IngressTelemetry] = []
         self._records: list[ModelRecord] = []
+        self._replicas: list[ScriptedReplica] = []
         self._digests = 0
         self.gateway: Gateway
         self.server: HttpServer
@@ -365,7 +365,7 @@ class Pool:
         """A replica that pulls already."""
         replica = ScriptedReplica(self.bus, model, script, slots=slots, classes=classes)
         await replica.start()
-        self._stack.push_async_callback(replica.stop)
+        self._replicas.append(replica)
         return replica
 
     async def publish_digest(self, *, ready: Sequence[ModelRecord] = (), models: Sequence[PoolModel] = ()) -> None:
@@ -394,9 +394,15 @@ class Pool:
         body = {"model": model, "messages": [{"role": "user", "content": "Hi"}]} | fields
         return await self.http.post("/v1/chat/completions", json=body)
 
-    async def close(self) -> None:
-        for one in self._records:
-            await self.bus.kv_delete(names.MODELS_BUCKET, one.name)
+    async def clear(self) -> None:
+        """Forgets models, replicas and what was seen, so that the next test finds nothing of this one."""
+        while self._replicas:
+            await self._replicas.pop().stop()
+        while self._records:
+            await self.bus.kv_delete(names.MODELS_BUCKET, self._records.pop().name)
+        await until(lambda: self.gateway.unready_reason() or not self.gateway.model_states(), "the gateway has forgotten")
+        self.tickets.clear()
+        self.telemetry.clear()
 
 
 @asynccontextmanager
@@ -432,5 +438,5 @@ async def open_pool(
                 names.ingress_telemetry(pool.gateway.ingress),
                 lambda message: pool.telemetry.append(decode(message.payload, IngressTelemetry)),
             )
-            stack.push_async_callback(pool.close)
+        stack.push_async_callback(pool.clear)
         yield pool

@@ -7,18 +7,28 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from broker.gateway import GatewayOptions
 from broker.http_app import HttpOptions
 from tests.servers import NatsServer
 from tests.wire.gateway_pool import Pool, Run, open_pool, record, until
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
-async def pool(shared_nats_server: NatsServer) -> AsyncIterator[Pool]:
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running_pool(shared_nats_server: NatsServer) -> AsyncIterator[Pool]:
     """One gateway."""
     async with open_pool(shared_nats_server.url) as pool:
         yield pool
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(running_pool: Pool) -> AsyncIterator[Pool]:
+    """The same gateway for each test, with nothing left of the one before."""
+    yield running_pool
+    await running_pool.clear()
 
 
 class Client:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from subjects import names
 from subjects.bus import BusMessage
@@ -19,11 +20,21 @@ from tests.wire.gateway_pool import WAIT_S, Pool, Run, open_pool, record, until
 HI: Any = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-async def pool(shared_nats_server: NatsServer) -> AsyncIterator[Pool]:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running_pool(shared_nats_server: NatsServer) -> AsyncIterator[Pool]:
     """One gateway."""
     async with open_pool(shared_nats_server.url) as pool:
         yield pool
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(running_pool: Pool) -> AsyncIterator[Pool]:
+    """The same gateway for each test, with nothing left of the one before."""
+    yield running_pool
+    await running_pool.clear()
 
 
 async def infer(pool: Pool, request: InferRequest | bytes, *, tenant: str = "acme", inbox: str = "") -> list[InferFrame]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from openai import APIError, AsyncOpenAI
 
 from broker.core.admission import Limits
@@ -22,11 +23,21 @@ QUICK = HttpOptions(sse_open_after_s=0.2, keep_alive_s=0.1)
 HI: Any = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture
-async def pool(shared_nats_server: NatsServer) -> AsyncIterator[Pool]:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running_pool(shared_nats_server: NatsServer) -> AsyncIterator[Pool]:
     """One gateway that opens streams and sends keep-alive comments early."""
     async with open_pool(shared_nats_server.url, http=QUICK) as pool:
         yield pool
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(running_pool: Pool) -> AsyncIterator[Pool]:
+    """The same gateway for each test, with nothing left of the one before."""
+    yield running_pool
+    await running_pool.clear()
 
 
 async def test_a_cold_model_holds_its_requests(pool: Pool) -> None:
