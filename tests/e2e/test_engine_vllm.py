@@ -264,6 +264,56 @@ async def test_a_json_schema_is_obeyed(driver: Driver) -> None:
     assert parsed["kind"] in ("a", "b")
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "look_up"}}], ids=["required", "named"]
+)
+async def test_tool_calls_come_as_detail(driver: Driver, choice: Any) -> None:
+    """With a tool parser the calls are deltas of OpenAI's shape, their arguments whole and of the tool's schema."""
+    from workers.engines.vllm_openai import OpenAiLayer
+
+    engine = driver.engine
+    assert isinstance(engine, VllmEngine)
+    plain, vllm = engine._layer, engine._engine
+    record = replica_spec(engine._record.source, engine_options={"tool_call_parser": "hermes"}).record
+    engine._layer = OpenAiLayer(record, vllm.vllm_config, vllm.renderer, vllm.input_processor)
+    parameters = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "b"]}},
+        "required": ["kind"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": parameters, "strict": True}}
+    try:
+        body = ask("Look it up", tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=200)
+        answer = await driver.ask(body)
+    finally:
+        engine._layer = plain
+    answer.check()
+    calls = [call for detail in answer.details() for call in detail["tool_calls"]]
+    assert [call["function"]["name"] for call in calls if call["function"].get("name")] == ["look_up"]
+    arguments = json.loads("".join(call["function"].get("arguments") or "" for call in calls))
+    assert arguments["kind"] in ("a", "b")
+    assert all(set(detail) <= {"tool_calls"} for detail in answer.details())
+    assert answer.finish_reason() == ("tool_calls" if choice == "required" else "stop")
+
+
+async def test_nothing_a_client_sent_is_logged(driver: Driver, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither good nor bad requests leave a trace of their content in the process's output."""
+    secret = "xyzzy-7391"
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": secret}}}
+    for body in (
+        ask(f"Tell me about {secret}"),
+        ask(secret * 500),
+        ask("x", response_format=schema),
+        ask("x", structured_outputs={"regex": f"{secret}((("}),
+        ask("x", stop=[secret], user=secret, metadata={"key": secret}),
+        {"messages": secret},
+    ):
+        await driver.ask(body)
+    out, err = capfd.readouterr()
+    assert secret not in out + err
+
+
 async def test_an_aborted_request_frees_its_slot_and_pages(driver: Driver) -> None:
     """In the middle of a stream the abort frees slot and KV within a second, and nothing more comes out (PAINS A4)."""
     idle = driver.engine.load()
