@@ -93,7 +93,7 @@ def _service(name: str, source: str, engine: str, *, resources: str = "", strate
 def _simulated(name: str, *, load_s: float, baseline_gb: float, slots: int = 8, options: str = "") -> str:
     more = f", {options}" if options else ""
     engine = (
-        f"type: simulated, max_num_seqs: {slots}, max_context_len: 4096, kv_cache_bytes: 64MiB, "
+        f"type: simulated, max_num_seqs: {slots}, max_context_len: 2048, kv_cache_bytes: 64MiB, "
         f"options: {{load_s: {load_s}{more}}}"
     )
     return _service(name, "", engine, resources=f"baseline_memory_gb: {baseline_gb}", strategy="max_wait_s: 110")
