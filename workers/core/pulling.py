@@ -66,6 +66,8 @@ class PullPlanner:
         self._weights = dict(DEFAULT_WEIGHTS)
         self._waiting: frozenset[tuple[SlaClass, Lane]] | None = None
         self._paused_until_s = -inf
+        self._planned_for: tuple[int, int] | None = None
+        """The room of the last plan while nothing else changed: the same room would give no new pulls."""
 
     def open(self, *, kv_pages: int, block_size: int, max_context_len: int) -> None:
         """A lane's ceiling is capped at the replica's pages, so that a small replica still serves what fits."""
@@ -75,6 +77,7 @@ class PullPlanner:
                 ceiling_pages = min(LANE_PAGES_MAX.get(lane, longest_pages), longest_pages, kv_pages)
                 queue = self._queues.setdefault((sla_class, lane), _Queue(sla_class, lane, len(self._queues)))
                 queue.ceiling_pages = ceiling_pages
+        self._planned_for = None
 
     @property
     def outstanding(self) -> int:
@@ -92,11 +95,13 @@ class PullPlanner:
         """Takes the pool's weights (missing ones keep their default) and what waits where."""
         self._weights = {sla_class: max(1, weights.get(sla_class, DEFAULT_WEIGHTS[sla_class])) for sla_class in SlaClass}
         self._waiting = None if waiting is None else frozenset(waiting)
+        self._planned_for = None
 
     def found(self, now_s: float, sla_class: SlaClass, lane: Lane) -> None:
         """A pull brought a ticket."""
         queue = self._queues[sla_class, lane]
         queue.outstanding = max(0, queue.outstanding - 1)
+        self._planned_for = None
         queue.window += 1
         queue.found_s = now_s
         queue.ageing_s = AGEING_S
@@ -105,6 +110,7 @@ class PullPlanner:
         """A pull ended with ``credits`` unused."""
         queue = self._queues[sla_class, lane]
         queue.outstanding = max(0, queue.outstanding - credits)
+        self._planned_for = None
         if now_s - queue.oldest_pulled_s < min(PAUSE_BELOW_S, queue.expires_s):
             self._paused_until_s = now_s + PAUSE_S
         elif credits:
@@ -114,20 +120,23 @@ class PullPlanner:
     def rearm(self) -> None:
         """The bus is back: do not wait for the pause to end."""
         self._paused_until_s = -inf
+        self._planned_for = None
 
     def write_off(self, now_s: float) -> None:
         """Takes credits for lost that should have come back long ago, so that no lost message stops a replica for ever."""
         for queue in self._queues.values():
             if queue.outstanding and now_s >= queue.pulled_s + queue.expires_s + WRITE_OFF_S:
                 queue.outstanding = 0
+                self._planned_for = None
 
     def plan(self, now_s: float, *, free_slots: int, free_pages: int) -> list[Pull]:
         """New pulls for what is free now; their credits count as outstanding from here on."""
         if now_s < self._paused_until_s:
             return []
         self._paused_until_s = -inf
-        if free_slots <= 0:
+        if free_slots <= 0 or self._planned_for == (free_slots, free_pages):
             return []
+        self._planned_for = (free_slots, free_pages)
         free_pages -= sum(q.outstanding * q.ceiling_pages for q in self._queues.values() if q.window)
         ageing_pages = self._note_ageing(now_s, free_pages)
         fitting = [q for q in self._queues.values() if ageing_pages <= q.ceiling_pages <= free_pages]

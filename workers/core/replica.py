@@ -75,7 +75,7 @@ from workers.core.replica_events import (
 
 BEAT_S = 0.1
 """How often unconfirmed deltas and silent gateways are looked for."""
-LINK_IDLE_S = 10.0
+LINK_IDLE_S = 5.0
 """A gateway with no requests here is forgotten when it has been silent for so long."""
 
 
@@ -88,7 +88,6 @@ class _Link:
     sent_s: float = -inf
     held_sequence: int = 0
     frames_sent: int = 0
-    granted: int = 0
 
 
 class ReplicaCore:
@@ -294,13 +293,13 @@ class ReplicaCore:
             self._remember(now_s, held.key)
             return
         for attempt in range(1, held.attempt):
-            if (older := self._requests.get((held.request, attempt))) is not None:
+            older = self._requests.get((held.request, attempt))
+            if older is not None and older.phase is not Phase.CLAIMING:
                 self._end(now_s, older, out)
         grant = held.whole_grant()
         link = self._link(now_s, held.ingress)
-        if not link.granted:
+        if not self._granted_by(held.ingress):
             link.heard_s = now_s  # It had no reason to send us ``Held`` before.
-        link.granted += 1
         held.phase = Phase.RUNNING
         held.start_index = len(grant.sent_token_ids)
         held.parts = []
@@ -449,15 +448,17 @@ class ReplicaCore:
         bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S
         for ingress, link in list(self._links.items()):
             silent_s = now_s - max(link.heard_s, self._silence_counts_from_s)
-            theirs = [held for held in self._requests.values() if held.ingress == ingress]
-            if link.granted and bus_works and silent_s > HELD_SILENCE_S:
+            theirs = self._granted_by(ingress)
+            if theirs and bus_works and silent_s > HELD_SILENCE_S:
                 for held in theirs:
-                    if held.phase is not Phase.CLAIMING:
-                        self._end(now_s, held, out)
+                    self._end(now_s, held, out)
             elif not theirs and now_s - link.heard_s > LINK_IDLE_S:
                 del self._links[ingress]
             else:
                 self._send_again(now_s, ingress, theirs, out)
+
+    def _granted_by(self, ingress: IngressId) -> list[HeldRequest]:
+        return [h for h in self._requests.values() if h.ingress == ingress and h.phase is not Phase.CLAIMING]
 
     def _send_again(self, now_s: float, ingress: IngressId, theirs: list[HeldRequest], out: list[ReplicaCommand]) -> None:
         late = [kept for held in theirs for kept in held.outbox if now_s - kept.sent_s >= CONFIRM_S]
@@ -465,7 +466,7 @@ class ReplicaCore:
         for kept in late:
             kept.sent_s = now_s
         link = self._links[ingress]
-        if late or (link.granted and now_s - max(link.heard_s, link.sent_s) >= ASK_S):
+        if late or (theirs and now_s - max(link.heard_s, link.sent_s) >= ASK_S):
             self._send(now_s, ingress, [kept.delta for kept in late], out)
 
     # ------------------------------------------------------------------------------------------------------- the end
@@ -488,7 +489,6 @@ class ReplicaCore:
     def _end(self, now_s: float, held: HeldRequest, out: list[ReplicaCommand]) -> None:
         if held.phase is Phase.RUNNING:
             out.append(AbortRequest(held.request, held.attempt))
-        self._links[held.ingress].granted -= 1
         self._drop(held)
         self._remember(now_s, held.key)
 
