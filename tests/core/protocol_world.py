@@ -125,6 +125,7 @@ class Client:
     totals: list[int]
     failures: list[FailureKind]
     scripted: bool
+    prefills_s: list[float]
     left: bool = False
     outcome: g.Outcome | None = None
     seen: list[int] = field(default_factory=list)
@@ -370,13 +371,21 @@ class World:
         sla_class: SlaClass = SlaClass.SILVER,
         lane: Lane = Lane.SMALL,
         failures: list[FailureKind] | None = None,
+        prefills_s: list[float] | None = None,
         body_bytes: int = 10,
         offer_to: ReplicaProcess | None = None,
     ) -> RequestId:
-        """A client's request for ``totals`` tokens per choice; its first attempts fail as ``failures`` says."""
+        """A client's request for ``totals`` tokens per choice; its first runs fail as ``failures`` says and give
+        their first token after ``prefills_s``."""
         request = RequestId(f"{gateway.name}-{len(self.clients)}")
         self.clients[request] = Client(
-            gateway, totals, failures or [], bool(failures), seen=[0] * len(totals), closed=[False] * len(totals)
+            gateway,
+            totals,
+            failures or [],
+            bool(failures),
+            prefills_s or [],
+            seen=[0] * len(totals),
+            closed=[False] * len(totals),
         )
         profile = RequestProfile(
             model_hash=MODEL,
@@ -538,7 +547,7 @@ class World:
         failure = None if kind is None else Failure(kind=kind, message="scripted", status=400)
         if (grant.request, grant.attempt) in process.runs:
             raise Broken(f"{grant.request} was started twice")
-        prefill_s = self.random.choice([0.0, 0.0, 0.1, 1.0, 3.0])
+        prefill_s = client.prefills_s.pop(0) if client.prefills_s else 0.0
         run = Run(self._runs, [0] * len(client.totals), client.totals, failure, self.now_s + prefill_s)
         process.runs[grant.request, grant.attempt] = run
         if not process.stepping:

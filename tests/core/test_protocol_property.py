@@ -52,6 +52,7 @@ class Protocol(RuleBasedStateMachine):
         sla_class=st.sampled_from(SlaClass),
         lane=st.sampled_from([Lane.SMALL, Lane.SMALL, Lane.MEDIUM, Lane.LARGE]),
         failures=st.one_of(st.just([]), st.lists(st.sampled_from(FailureKind), max_size=4)),
+        prefills_s=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), max_size=3),
         body_bytes=st.sampled_from([0, 10, 300_000]),
         offered=st.booleans(),
         count=st.sampled_from([1, 1, 3]),
@@ -63,6 +64,7 @@ class Protocol(RuleBasedStateMachine):
         sla_class: SlaClass,
         lane: Lane,
         failures: list[FailureKind],
+        prefills_s: list[float],
         body_bytes: int,
         offered: bool,
         count: int,
@@ -77,6 +79,7 @@ class Protocol(RuleBasedStateMachine):
                 sla_class=sla_class,
                 lane=lane,
                 failures=list(failures),
+                prefills_s=list(prefills_s),
                 body_bytes=body_bytes,
                 offer_to=replica,
             )
@@ -154,6 +157,37 @@ class Protocol(RuleBasedStateMachine):
         process = self._pick(kind, data)
         if process is not None:
             self.world.cut_off(process, duration_s)
+
+    @precondition(lambda self: self._alive("replica"))
+    @rule(
+        data=st.data(),
+        prefills_s=st.lists(st.sampled_from([0.1, 1.0, 3.0]), min_size=2, max_size=2),
+        trouble=st.sampled_from(["cut off", "frozen", "gateway cut off", "gateway frozen", "killed", "left"]),
+        duration_s=st.sampled_from([1.5, 4.0, 12.0]),
+    )
+    def trouble_before_the_first_token(
+        self, data: st.DataObject, prefills_s: list[float], trouble: str, duration_s: float
+    ) -> None:
+        """A request is granted and computes its prompt when its holder, its gateway or its client has trouble."""
+        gateway = self._pick("gateway", data)
+        request = self.world.submit(gateway, totals=[5], prefills_s=list(prefills_s))
+        self.world.advance(0.05)
+        holder = next((r for r in self._alive("replica") if (request, 1) in r.runs), None)
+        match trouble:
+            case "cut off" if holder is not None:
+                self.world.cut_off(holder, duration_s)
+            case "frozen" if holder is not None:
+                self.world.freeze(holder, duration_s)
+            case "gateway cut off":
+                self.world.cut_off(gateway, duration_s)
+            case "gateway frozen":
+                self.world.freeze(gateway, duration_s)
+            case "killed" if holder is not None:
+                self.world.kill(holder, noticed=False)
+            case "left":
+                self.world.leave(request)
+            case _:
+                pass
 
     @rule(down_s=st.sampled_from([0.1, 1.0, 4.0]))
     def bus_restarts(self, down_s: float) -> None:
