@@ -319,7 +319,7 @@ class _Answer:
                     units=0,
                     end=True,
                     failure=failure,
-                )
+                ),
             ]
         )
 

@@ -24,6 +24,8 @@ ENVIRONMENT = {
 }
 
 CPU_ENVIRONMENT = {
+    # Several replicas share the cores; a thread that waits for another must not burn the time that one needs.
+    "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # numpy's BLAS starts its threads when it is imported, which no fork survives; torch has its own.
     "OPENBLAS_NUM_THREADS": "1",
