@@ -189,9 +189,9 @@ class Control:
                 "kind": device.report.kind.value,
                 "state": device.worker.presence.value,
                 "capacity_bytes": device.report.memory_bytes,
-                "charged_bytes": core.pool.charged_bytes(device),
+                "charged_bytes": core.pool.room(device).charged_bytes,
                 "used_bytes": device.report.used_bytes,
-                "models": sorted(core.catalogue.name(model) for model in core.pool.models_on(device)),
+                "models": sorted(core.catalogue.name(model) for model in core.pool.room(device).models),
             }
             for device in core.pool.devices(usable=False)
             if device.worker.presence is not Presence.DEAD

@@ -48,6 +48,10 @@ class Catalogue:
         self.records: dict[str, ModelRecord] = {}
         self.loaded = False
         """Whether the whole registry was read."""
+        self.news = 0
+        """Grows with every change."""
+        self.all_co_locate = True
+        """Whether no model wants a device for itself."""
         self._of_hash: dict[ModelHash, ModelRecord] = {}
         self._models: dict[ModelHash, Model] = {}
         self._pins: dict[str, bool] = {}
@@ -70,6 +74,8 @@ class Catalogue:
         self._index()
 
     def _index(self) -> None:
+        self.news += 1
+        self.all_co_locate = all(record.allow_co_location for record in self.records.values())
         self._of_hash.clear()
         for name in sorted(self.records):
             self._of_hash.setdefault(self.records[name].model_hash, self.records[name])
@@ -77,6 +83,7 @@ class Catalogue:
     def pin(self, name: str, pinned: bool) -> None:
         """A person's word; it wins over the record's."""
         self._pins[name] = pinned
+        self.news += 1
 
     def pinned(self, record: ModelRecord) -> bool:
         """Whether a model may not be evicted."""

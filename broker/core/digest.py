@@ -12,7 +12,7 @@ from subjects.messages import ModelRecord, PoolDigest, PoolModel, PoolReplica, R
 
 
 class DigestBuilder:
-    """Builds a digest when something changed or the last one grows old, and keeps the timeline.
+    """Builds digests, and keeps the timeline.
 
     The timeline's times are monotonic inside and become wall-clock times on the way out.
     """
@@ -21,12 +21,12 @@ class DigestBuilder:
         self._settings = settings
         self._pool = pool
         self._sequence = 0
-        self._notes = 0
-        self._closes = 0
+        self._numbers = 0
+        self.notes = 0
+        """Grows with every change of the timeline."""
         self._timeline: dict[int, TimelineEntry] = {}
         self._restored: tuple[TimelineEntry, ...] = ()
         self._published_s: float | None = None
-        self._last: object = None
         self.latest: PoolDigest | None = None
 
     def restore(self, digest: PoolDigest) -> None:
@@ -40,17 +40,18 @@ class DigestBuilder:
         self, now_s: float, action: str, model: str, reason: str, *, replica: ReplicaId | None = None, device: str = ""
     ) -> int:
         """Adds an action to the timeline and returns its number for :meth:`close`."""
-        self._notes += 1
-        self._timeline[self._notes] = TimelineEntry(
+        self.notes += 1
+        self._numbers += 1
+        self._timeline[self._numbers] = TimelineEntry(
             at_unix_s=now_s, action=action, model=model, replica=replica, device=device, reason=reason
         )
         while len(self._timeline) > self._settings.timeline_entries_max:
             del self._timeline[next(iter(self._timeline))]
-        return self._notes
+        return self._numbers
 
     def close(self, number: int | None, outcome: str, took_s: float, *, replica: ReplicaId | None = None) -> None:
         """Tells how an action ended; one that is no longer in the timeline is ignored."""
-        self._closes += 1
+        self.notes += 1
         entry = self._timeline.get(number) if number is not None else None
         if entry is not None and number is not None:
             self._timeline[number] = msgspec.structs.replace(
@@ -64,10 +65,14 @@ class DigestBuilder:
         )
         return (self._restored + ours)[-self._settings.timeline_entries_max :]
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether the last digest has grown old."""
+        return self._published_s is None or now_s - self._published_s >= self._settings.digest_s
+
     def build(
         self, now_s: float, epoch: int, unix_offset_s: float, outlooks: dict[str, tuple[ModelRecord, Outlook]]
-    ) -> PublishDigest | None:
-        """The digest to publish now, or None when nothing has changed and the last one is fresh."""
+    ) -> PublishDigest:
+        """The digest of this moment."""
         replicas = tuple(
             PoolReplica(
                 replica=replica.replica,
@@ -91,19 +96,6 @@ class DigestBuilder:
             )
             for name, (record, outlook) in outlooks.items()
         )
-        # Waits shrink all the time: they alone are no reason to publish.
-        told = (
-            epoch,
-            replicas,
-            tuple(self._pool.dead),
-            self._notes,
-            self._closes,
-            tuple((m.name, bool(m.refusal)) for m in models),
-        )
-        fresh = self._published_s is not None and now_s - self._published_s < self._settings.digest_s
-        if fresh and told == self._last:
-            return None
-        self._last = told
         self._published_s = now_s
         self._sequence += 1
         self.latest = PoolDigest(

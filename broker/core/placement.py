@@ -70,6 +70,8 @@ from subjects.messages import (
 
 ALERT_AGAIN_S = 60.0
 """An alert of the same kind and scope is raised again at most this often."""
+EVICTION_SEARCHES_MAX = 32
+"""For how many waiting models one decision looks for victims, longest waiting first: it must stay short in a big pool."""
 EARLY_DEATH_S = 30.0
 EARLY_DEATHS_MAX = 3
 """So many replicas in a row that die this soon after they were ready count as a failed load: a crash loop."""
@@ -94,6 +96,7 @@ class SchedulerCore:
         self._listening = True
         self._unix_offset_s = 0.0
         self._restores: list[Want] = []
+        self._told: tuple[int, int, int, int] | None = None
         self._alerted: dict[tuple[str, str], float] = {}
         self._entry_of: dict[tuple[int, str], int] = {}
 
@@ -346,12 +349,16 @@ class SchedulerCore:
         self._retire_what_must_go(now_s, out)
         restores, self._restores = self._restores, []
         claimed: set[DeviceKey] = set()
+        searches = 0
         for want in self.planner.wants(restores):
             model = self.catalogue.model(want.record.model_hash)
             if model.retry_s > now_s:
                 continue
-            placement = self.planner.plan(now_s, want, claimed)
-            if isinstance(placement, Placement):
+            placement = self.planner.in_free_room(want, claimed)
+            if placement is None and want.evicts and searches < EVICTION_SEARCHES_MAX:
+                searches += bool(self.planner.candidates(want.record))
+                placement = self.planner.by_eviction(now_s, want, claimed)
+            if placement is not None:
                 self._begin(now_s, placement, want, out)
             elif want.waits and want.evicts and not model.failures and want.wait_s >= self.settings.minority_wait_s_max:
                 claim = self.planner.claim(want, claimed)
@@ -424,6 +431,10 @@ class SchedulerCore:
 
     def _publish(self, now_s: float, out: list[SchedulerCommand]) -> None:
         assert self.epoch is not None
+        news = (self.epoch, self.pool.news, self.catalogue.news, self.digests.notes)
+        if news == self._told and not self.digests.is_due(now_s):
+            return
+        self._told = news
         outlooks = {}
         for record in self.catalogue.by_name():
             outlook = self.planner.outlook(now_s, record) if self._may_decide(now_s) else Outlook()
@@ -431,9 +442,7 @@ class SchedulerCore:
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
                 self._alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
-        command = self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks)
-        if command is not None:
-            out.append(command)
+        out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))
 
     def _alert(
         self,

@@ -50,10 +50,12 @@ class Planner:
         self._transactions = transactions
         self._no_worker_since_s: dict[ModelHash, float] = {}
         self._demand: dict[ModelHash, Demand] = {}
+        self._held: dict[DeviceKey, int] = {}
 
     def look(self, now_s: float) -> dict[ModelHash, Demand]:
         """Takes the demand of this moment; what follows refers to it."""
         self._demand = self._pool.demand(now_s)
+        self._held.clear()
         return self._demand
 
     def demand(self, model_hash: ModelHash) -> Demand:
@@ -99,24 +101,31 @@ class Planner:
 
     # --------------------------------------------------------------------------------------------------------------- where
 
-    def plan(self, now_s: float, want: Want, claimed: set[DeviceKey]) -> Placement | NoPlacement:
-        """Free room where it fits best, else the device where the least is lost."""
+    def in_free_room(self, want: Want, claimed: set[DeviceKey]) -> Placement | None:
+        """The device with enough free room that it fits best."""
         record = want.record
         model = self._catalogue.model(record.model_hash)
-        devices = [device for device in self._candidates(record) if device.key not in claimed]
+        devices = [device for device in self.candidates(record) if device.key not in claimed]
         free = []
         for device in devices:
-            room = self._pool.free_planned_bytes(device) - record.budget_bytes
+            room = self._pool.room(device).free_planned_bytes - record.budget_bytes
             if room >= 0 and not self._strangers(device, record):
-                waits = self._pool.free_now_bytes(device) < record.budget_bytes or self._pool.loads_running(device) > 0
+                waits = (
+                    self._pool.room(device).free_now_bytes < record.budget_bytes or self._pool.room(device).loads_running > 0
+                )
                 order = (want.device not in (None, device.key), device.key == model.failed_on, waits, room, device.key)
                 free.append((order, device, room))
-        if free:
-            _, device, room = min(free, key=lambda entry: entry[0])
-            reason = f"{want.why}; free room, {bytes_text(room)} stay free"
-            return Placement(record.model_hash, *device.key, (), Means.FREE_ROOM, reason)
-        if not want.evicts:
-            return NoPlacement("no free room")
+        if not free:
+            return None
+        _, device, room = min(free, key=lambda entry: entry[0])
+        reason = f"{want.why}; free room, {bytes_text(room)} stay free"
+        return Placement(record.model_hash, *device.key, (), Means.FREE_ROOM, reason)
+
+    def by_eviction(self, now_s: float, want: Want, claimed: set[DeviceKey]) -> Placement | None:
+        """The device where the least is lost by making room."""
+        record = want.record
+        model = self._catalogue.model(record.model_hash)
+        devices = [device for device in self.candidates(record) if device.key not in claimed]
         evictions = []
         for device in devices:
             victims = self._victims(now_s, device, want, model)
@@ -126,7 +135,7 @@ class Planner:
                 cost = (busy, device.key == model.failed_on, len(victims), latest_s, device.key)
                 evictions.append((cost, device, victims, busy))
         if not evictions:
-            return NoPlacement("nobody may leave yet")
+            return None
         _, device, victims, busy = min(evictions, key=lambda entry: entry[0])
         names = ", ".join(self._catalogue.name(victim.report.model_hash) for victim in victims)
         bound = f", over the bound of {self._settings.minority_wait_s_max:g} s" if busy else ""
@@ -138,7 +147,7 @@ class Planner:
         """The device where ``want`` will most likely get its room: of those it can have, the one with the most to free."""
         possible = [
             (-(device.report.memory_bytes - self._held_bytes(device)), device.key)
-            for device in self._candidates(want.record)
+            for device in self.candidates(want.record)
             if device.key not in claimed
             and self._held_bytes(device) + want.record.budget_bytes <= device.report.memory_bytes
         ]
@@ -146,9 +155,9 @@ class Planner:
 
     def _victims(self, now_s: float, device: Device, want: Want, model: Model) -> list[Replica]:
         """Who leaves ``device`` for ``want``: few, idle first, least recently used first; nobody if it were in vain."""
-        need = want.record.budget_bytes - self._pool.free_planned_bytes(device)
+        need = want.record.budget_bytes - self._pool.room(device).free_planned_bytes
         strangers = self._strangers(device, want.record)
-        may_leave = [r for r in self._pool.replicas_on(device) if self._may_leave(now_s, r, want, model)]
+        may_leave = [r for r in self._pool.room(device).replicas if self._may_leave(now_s, r, want, model)]
         movable = {replica.report.model_hash for replica in may_leave}
         if any(stranger not in movable for stranger in sorted(strangers)):
             return []
@@ -187,7 +196,7 @@ class Planner:
         paid = resident_s >= max(settings.residency_s_min, swap_s)
         return want.waits and want.wait_s >= settings.minority_wait_s_max and paid
 
-    def _candidates(self, record: ModelRecord) -> list[Device]:
+    def candidates(self, record: ModelRecord) -> list[Device]:
         """Usable devices that could hold the model if they were empty."""
         return [
             device
@@ -197,8 +206,10 @@ class Planner:
 
     def _strangers(self, device: Device, record: ModelRecord) -> set[ModelHash]:
         """Models there that cannot live beside ``record``, since one of the two wants its device for itself."""
-        there = {r.report.model_hash for r in self._pool.replicas_on(device) if r.replica not in self._pool.leaving}
-        there.update(self._pool.promised_models(device))
+        if self._catalogue.all_co_locate:
+            return set()
+        there = {r.report.model_hash for r in self._pool.room(device).replicas if r.replica not in self._pool.leaving}
+        there.update(reservation.model_hash for reservation in self._pool.room(device).promised)
         there.discard(record.model_hash)
         return {model for model in there if not (record.allow_co_location and self._co_locates(model))}
 
@@ -223,13 +234,19 @@ class Planner:
         return record is not None and (self._catalogue.pinned(record) or self._spare(record.model_hash) <= 0)
 
     def _held_bytes(self, device: Device) -> int:
-        """What pinned models and minimum replicas keep of a device whatever anybody wants, those on their way included."""
-        held = sum(
-            replica.report.budget_bytes
-            for replica in self._pool.replicas_on(device)
-            if not replica.dead and replica.replica not in self._pool.leaving and self._holds(replica.report.model_hash)
-        )
-        return held + sum(r.budget_bytes for r in self._pool.promised(device) if self._holds(r.model_hash))
+        """What pinned models and minimum replicas keep of a device whatever anybody wants, those on their way included.
+
+        As of the last :meth:`look`: it is asked for every model and device.
+        """
+        known = self._held.get(device.key)
+        if known is None:
+            room = self._pool.room(device)
+            known = sum(r.budget_bytes for r in room.promised if self._holds(r.model_hash))
+            for replica in room.replicas:
+                if not replica.dead and replica.replica not in self._pool.leaving and self._holds(replica.report.model_hash):
+                    known += replica.report.budget_bytes
+            self._held[device.key] = known
+        return known
 
     def _holds(self, model_hash: ModelHash) -> bool:
         record = self._catalogue.of_hash(model_hash)
@@ -280,10 +297,14 @@ class Planner:
             pause_s = model.retry_s - now_s
             text = f"loading failed {_times(model.failures)}, next try in {pause_s:.0f} s: {model.failure}"
             return Outlook(pause_s + load_s, text, math.ceil(pause_s))
-        if model.failures and isinstance(self.plan(now_s, Want(record, 0.0, ""), set()), NoPlacement):
+        if model.failures and not self._may_try_again(now_s, record):
             text = f"loading failed {_times(model.failures)}, and no free room to try again: {model.failure}"
             return Outlook(load_s, text, math.ceil(self._settings.minority_wait_s_max))
         return Outlook(estimated_wait_s=load_s + self._room_wait_s(now_s, record))
+
+    def _may_try_again(self, now_s: float, record: ModelRecord) -> bool:
+        want = Want(record, 0.0, "")
+        return self.in_free_room(want, set()) is not None or self.by_eviction(now_s, want, set()) is not None
 
     def _coming_wait_s(self, now_s: float, model_hash: ModelHash, load_s: float) -> float:
         for transaction in self._transactions.running.values():
@@ -294,10 +315,12 @@ class Planner:
 
     def _room_wait_s(self, now_s: float, record: ModelRecord) -> float:
         """Nothing when there is room or an idle model may leave, else the grouping bound."""
-        for device in self._candidates(record):
-            if self._pool.free_planned_bytes(device) >= record.budget_bytes:
+        for device in self.candidates(record):
+            if self._pool.room(device).free_planned_bytes >= record.budget_bytes:
                 return 0.0
-            if any(not self.busy(now_s, replica) and not self.stays(replica) for replica in self._pool.replicas_on(device)):
+            if any(
+                not self.busy(now_s, replica) and not self.stays(replica) for replica in self._pool.room(device).replicas
+            ):
                 return 0.0
         return self._settings.minority_wait_s_max
 
@@ -314,7 +337,7 @@ class Planner:
         if largest_bytes < record.budget_bytes:
             text = f"needs {describe_need(record).text}, largest device has {bytes_text(largest_bytes)}"
             return NoPlacement(text, permanent=True)
-        candidates = self._candidates(record)
+        candidates = self.candidates(record)
         blocked = [
             device for device in candidates if self._held_bytes(device) + record.budget_bytes > device.report.memory_bytes
         ]
@@ -323,7 +346,7 @@ class Planner:
         holders = {
             self._catalogue.name(model_hash)
             for device in blocked
-            for model_hash in self._pool.models_on(device)
+            for model_hash in self._pool.room(device).models
             if self._holds(model_hash)
         }
         text = f"no capacity, pinned: needs {describe_need(record).text}; pinned models or minimum replicas hold the room"

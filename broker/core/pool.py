@@ -109,6 +109,26 @@ class Reservation:
     until_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The arithmetic of one device at one moment."""
+
+    replicas: tuple[Replica, ...]
+    """All that is listed there, in order of id."""
+    promised: tuple[Reservation, ...]
+    """Room that is promised and not yet taken."""
+    charged_bytes: int
+    """What replicas take now, with load commands that went out and what the agent holds back besides."""
+    free_now_bytes: int
+    """Room for a load that starts this instant."""
+    free_planned_bytes: int
+    """Room once all running transactions have ended as planned: who leaves is gone, who was promised room has it."""
+    loads_running: int
+    """Loads under way: they are serial."""
+    models: tuple[ModelHash, ...]
+    """Models listed or promised there."""
+
+
 @dataclass(slots=True)
 class _Ingress:
     last_heard: float
@@ -144,6 +164,10 @@ class Pool:
         self._of_model: dict[ModelHash, dict[ReplicaId, None]] = {}
         self._of_worker: dict[WorkerId, dict[ReplicaId, None]] = {}
         self._named: dict[tuple[WorkerId, str], ReplicaId] = {}
+        self._rooms: dict[WorkerId, dict[DeviceId, Room]] = {}
+        self._devices: dict[bool, list[Device]] = {}
+        self._promised_to: dict[ModelHash, int] | None = None
+        # The three above only remember what was computed; whatever changes a worker forgets its part.
         self.dead: dict[ReplicaId, None] = {}
         """Declared dead, oldest first; bounded."""
         self.reservations: dict[str, Reservation] = {}
@@ -152,6 +176,8 @@ class Pool:
         """Replicas that a transaction drains or unloads. Only ever asked for membership."""
         self.epoch_seen_max = 0
         self.mass_silence = False
+        self.news = 0
+        """Grows whenever something changes that others should hear of."""
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
@@ -171,9 +197,20 @@ class Pool:
             self.workers[worker] = Worker(worker, self._heard_s)
             return True
         known.last_heard = self._heard_s
-        was = known.presence
-        known.presence = Presence.LIVE
-        return was is not Presence.LIVE
+        if known.presence is Presence.LIVE:
+            return False
+        self._verdict(known, Presence.LIVE)
+        return True
+
+    def _verdict(self, worker: Worker, presence: Presence) -> None:
+        if worker.presence is not presence:
+            worker.presence = presence
+            self.news += 1
+            self._devices.clear()
+
+    def _touch(self, worker: WorkerId) -> None:
+        self._rooms.pop(worker, None)
+        self._promised_to = None
 
     def report(self, now_s: float, snapshot: WorkerSnapshot) -> Changes:
         """Takes an agent's whole state; one older than what we have is only a sign of life."""
@@ -182,6 +219,8 @@ class Pool:
         if worker.snapshot is not None and snapshot.sequence <= worker.snapshot.sequence:
             return Changes()
         worker.snapshot = snapshot
+        self._devices.clear()
+        self._touch(snapshot.worker)
         reports = [_queued_as_coming(report) for report in snapshot.replicas]
         listed = {report.replica for report in reports}
         vanished = [replica for replica in self.replicas_of(snapshot.worker) if replica.replica not in listed]
@@ -202,7 +241,9 @@ class Pool:
                 appeared.append(replica)
             elif old.report.state is not report.state:
                 changed.append(replica)
-        return Changes(tuple(appeared), tuple(changed), tuple(vanished))
+        changes = Changes(tuple(appeared), tuple(changed), tuple(vanished))
+        self.news += changes.any
+        return changes
 
     def ended(self, replica: ReplicaId) -> Replica | None:
         """The replica's process is gone; older reports cannot bring it back."""
@@ -216,19 +257,56 @@ class Pool:
         """A reservation that outlived its transaction ends once its replica was listed, or is gone."""
         held = self.reservations.get(base_name(replica))
         if held is not None and held.until_s is not None:
-            del self.reservations[held.replica_name]
+            self.release(held.replica_name)
+
+    def reserve(self, reservation: Reservation) -> None:
+        """Promises room, or says more of a promise."""
+        self.reservations[reservation.replica_name] = reservation
+        self._touch(reservation.worker)
+
+    def release(self, replica_name: str) -> Reservation | None:
+        """Takes a promise back."""
+        held = self.reservations.pop(replica_name, None)
+        if held is not None:
+            self._touch(held.worker)
+        return held
+
+    def leave(self, replica: ReplicaId) -> None:
+        """A transaction is about to end a replica."""
+        self.leaving.add(replica)
+        self.news += 1
+        self._touch(self.replicas[replica].worker)
+
+    def forget_plans(self, replicas: Iterable[ReplicaId]) -> None:
+        """Transactions about these replicas are over."""
+        for replica in replicas:
+            self.leaving.discard(replica)
+            self.news += 1
+            if replica in self.replicas:
+                self._touch(self.replicas[replica].worker)
+
+    def forget_all_plans(self) -> None:
+        """No transaction runs any more."""
+        self.reservations.clear()
+        self.leaving.clear()
+        self._rooms.clear()
+        self._promised_to = None
+        self.news += 1
 
     def load_failed(self, replica: ReplicaId, failure: str) -> None:
         """A load ended badly and its process is gone: shown as failed until its agent forgets it, and charged no more."""
         known = self.replicas.get(replica)
         if known is not None:
             known.report = msgspec.structs.replace(known.report, state=ReplicaState.FAILED, budget_bytes=0, failure=failure)
+            self.news += 1
+            self._touch(known.worker)
 
     def _put(self, replica: Replica) -> None:
         self.replicas[replica.replica] = replica
         self._of_model.setdefault(replica.report.model_hash, {})[replica.replica] = None
         self._of_worker.setdefault(replica.worker, {})[replica.replica] = None
         self._named[(replica.worker, base_name(replica.replica))] = replica.replica
+        self._touch(replica.worker)
         self._settle_reservation(replica.replica)
 
     def _pop(self, replica: ReplicaId) -> Replica | None:
@@ -237,6 +315,8 @@ class Pool:
             self._of_model[known.report.model_hash].pop(replica)
             self._of_worker[known.worker].pop(replica)
             self._named.pop((known.worker, base_name(replica)), None)
+            self.news += 1
+            self._touch(known.worker)
         return known
 
     def declare_dead(self, replica: ReplicaId) -> None:
@@ -244,8 +324,10 @@ class Pool:
         self.dead[replica] = None
         while len(self.dead) > self._settings.dead_replicas_max:
             self.dead.pop(next(iter(self.dead)))
+        self.news += 1
         if replica in self.replicas:
             self.replicas[replica].dead = True
+            self._touch(self.replicas[replica].worker)
 
     def judge(self, now_s: float) -> tuple[Worker, ...]:
         """Gives verdicts on silence and returns the workers that have just been declared dead."""
@@ -262,22 +344,23 @@ class Pool:
         for worker in present:
             silence_s = silences[worker.worker]
             if silence_s >= bound_s:
-                worker.presence = Presence.DEAD
+                self._verdict(worker, Presence.DEAD)
                 worker.died_s = now_s
                 died.append(worker)
                 for replica in self.replicas_of(worker.worker):
                     self.declare_dead(replica.replica)
             else:
-                worker.presence = Presence.SUSPECT if silence_s >= settings.suspect_s else Presence.LIVE
+                self._verdict(worker, Presence.SUSPECT if silence_s >= settings.suspect_s else Presence.LIVE)
         for worker in [w for w in self.workers.values() if w.presence is Presence.DEAD]:
             if now_s - worker.died_s >= settings.worker_forgotten_s:
                 for replica in self.replicas_of(worker.worker):
                     self._pop(replica.replica)
                 del self.workers[worker.worker]
+                self._devices.clear()
         for name, held in list(self.reservations.items()):
             over = held.until_s is not None and now_s >= held.until_s
             if over or held.worker not in self.workers or self.workers[held.worker].presence is Presence.DEAD:
-                del self.reservations[name]
+                self.release(name)
         for ingress, seen in list(self._ingresses.items()):
             if self._heard_s - seen.last_heard >= settings.ingress_silent_s:
                 del self._ingresses[ingress]
@@ -318,11 +401,6 @@ class Pool:
         """All that is listed of a model."""
         return [self.replicas[replica] for replica in self._of_model.get(model, ())]
 
-    def replicas_on(self, device: Device) -> list[Replica]:
-        """All that is listed of a device, in order of id."""
-        on = [r for r in self.replicas_of(device.worker.worker) if r.report.device == device.report.device]
-        return sorted(on, key=lambda replica: replica.replica)
-
     def open_replicas(self, model: ModelHash) -> list[Replica]:
         """Ready, staying and not dead: those that serve."""
         return [
@@ -344,7 +422,11 @@ class Pool:
             and replica.replica not in self.leaving
             and not self._worker_leaves(replica.worker)
         ]
-        return len(listed) + sum(r.model_hash == model for r in self._unlisted(self.reservations.values()))
+        if self._promised_to is None:
+            self._promised_to = {}
+            for held in self._unlisted(self.reservations.values()):
+                self._promised_to[held.model_hash] = self._promised_to.get(held.model_hash, 0) + 1
+        return len(listed) + self._promised_to.get(model, 0)
 
     def _worker_leaves(self, worker: WorkerId) -> bool:
         known = self.workers[worker]
@@ -352,13 +434,18 @@ class Pool:
 
     def devices(self, *, usable: bool) -> list[Device]:
         """All known devices in order of worker and device id; ``usable`` leaves only those that may take new work."""
+        known = self._devices.get(usable)
+        if known is not None:
+            return known
         found = [
             Device(worker, report)
             for worker in self.workers.values()
             if worker.snapshot is not None and (worker.usable or not usable)
             for report in worker.snapshot.devices
         ]
-        return sorted(found, key=lambda device: device.key)
+        found.sort(key=lambda device: device.key)
+        self._devices[usable] = found
+        return found
 
     def device(self, worker: WorkerId, device: DeviceId) -> Device | None:
         """One device, if it is known."""
@@ -374,44 +461,37 @@ class Pool:
 
     # ---------------------------------------------------------------------------------------------------------- room
 
-    def charged_bytes(self, device: Device) -> int:
-        """What replicas take of a device now, with load commands that went out and what the agent holds back besides."""
-        listed = sum(r.report.budget_bytes for r in self.replicas_on(device))
-        snapshot = device.worker.snapshot
-        in_report = sum(
-            report.budget_bytes
-            for report in (snapshot.replicas if snapshot is not None else ())
-            if report.device == device.report.device
+    def room(self, device: Device) -> Room:
+        """The arithmetic of a device now."""
+        rooms = self._rooms.setdefault(device.worker.worker, {})
+        known = rooms.get(device.report.device)
+        if known is None:
+            known = rooms[device.report.device] = self._compute_room(device)
+        return known
+
+    def _compute_room(self, device: Device) -> Room:
+        worker, report = device.worker, device.report
+        replicas = [r for r in self.replicas_of(worker.worker) if r.report.device == report.device]
+        replicas.sort(key=lambda replica: replica.replica)
+        promised = self._unlisted(r for r in self.reservations.values() if (r.worker, r.device) == device.key)
+        listed_bytes = sum(r.report.budget_bytes for r in replicas)
+        snapshot = worker.snapshot
+        in_report = sum(r.budget_bytes for r in snapshot.replicas if r.device == report.device) if snapshot else 0
+        besides = max(0, report.reserved_bytes - in_report)
+        charged = listed_bytes + besides + sum(r.budget_bytes for r in promised if r.sent)
+        free_now = report.memory_bytes - charged
+        unsent = sum(r.budget_bytes for r in promised if not r.sent)
+        leaving = sum(r.report.budget_bytes for r in replicas if r.replica in self.leaving)
+        loads = sum(r.report.state in COMING and not r.dead for r in replicas) + sum(r.sent for r in promised)
+        return Room(
+            replicas=tuple(replicas),
+            promised=tuple(promised),
+            charged_bytes=charged,
+            free_now_bytes=free_now,
+            free_planned_bytes=free_now - unsent + leaving,
+            loads_running=loads,
+            models=tuple(r.report.model_hash for r in replicas) + tuple(r.model_hash for r in promised),
         )
-        besides = max(0, device.report.reserved_bytes - in_report)
-        return listed + besides + sum(r.budget_bytes for r in self.promised(device) if r.sent)
-
-    def free_now_bytes(self, device: Device) -> int:
-        """Room for a load that starts this instant."""
-        return device.report.memory_bytes - self.charged_bytes(device)
-
-    def free_planned_bytes(self, device: Device) -> int:
-        """Room once all running transactions have ended as planned: who leaves is gone, who was promised room has it."""
-        promised = sum(r.budget_bytes for r in self.promised(device) if not r.sent)
-        leaving = sum(r.report.budget_bytes for r in self.replicas_on(device) if r.replica in self.leaving)
-        return self.free_now_bytes(device) - promised + leaving
-
-    def promised_models(self, device: Device) -> list[ModelHash]:
-        """Models of replicas that are promised room there and not listed yet."""
-        return [reservation.model_hash for reservation in self.promised(device)]
-
-    def models_on(self, device: Device) -> list[ModelHash]:
-        """Models listed there, and promised ones."""
-        return [replica.report.model_hash for replica in self.replicas_on(device)] + self.promised_models(device)
-
-    def loads_running(self, device: Device) -> int:
-        """Loads under way on a device: they are serial."""
-        listed = sum(r.report.state in COMING and not r.dead for r in self.replicas_on(device))
-        return listed + sum(r.sent for r in self.promised(device))
-
-    def promised(self, device: Device) -> list[Reservation]:
-        """Room there that is promised and not yet taken."""
-        return self._unlisted(r for r in self.reservations.values() if (r.worker, r.device) == device.key)
 
     def _unlisted(self, reservations: Iterable[Reservation]) -> list[Reservation]:
         return [r for r in reservations if self.replica_named(r.worker, r.replica_name) is None]

@@ -149,8 +149,7 @@ class Transactions:
         self._operations.clear()
         self._ended.clear()
         self.running.clear()
-        self._pool.reservations.clear()
-        self._pool.leaving.clear()
+        self._pool.forget_all_plans()
 
     def ended(self) -> list[Transaction]:
         """Those that have ended since the last call, in order."""
@@ -172,8 +171,8 @@ class Transactions:
         transaction.restores = restores
         slug = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in record.name)[:24]
         transaction.replica_name = f"{slug}-{self._epoch}-{transaction.number}"
-        self._pool.reservations[transaction.replica_name] = Reservation(
-            placement.worker, placement.device, transaction.replica_name, record.model_hash, record.budget_bytes
+        self._pool.reserve(
+            Reservation(placement.worker, placement.device, transaction.replica_name, record.model_hash, record.budget_bytes)
         )
         self._send_away(now_s, transaction, placement.victims, forced=False, out=out)
         self._advance(now_s, transaction)
@@ -203,7 +202,7 @@ class Transactions:
         out: list[SchedulerCommand],
     ) -> None:
         for replica in victims:
-            self._pool.leaving.add(replica)
+            self._pool.leave(replica)
             model_hash = self._pool.replicas[replica].report.model_hash
             victim = Victim(replica, model_hash, drained=forced, forced=forced, begun_s=now_s)
             transaction.victims[replica] = victim
@@ -235,8 +234,7 @@ class Transactions:
         transaction.move(now_s, Stage.LOADING)
         transaction.load_begun_s = now_s
         name = transaction.replica_name
-        held = self._pool.reservations[name]
-        self._pool.reservations[name] = replace(held, sent=True)
+        self._pool.reserve(replace(self._pool.reservations[name], sent=True))
         command = LoadModel(
             operation=self._next_operation(),
             epoch=self._epoch,
@@ -441,8 +439,8 @@ class Transactions:
             if (
                 device is not None
                 and device.worker.usable
-                and self._pool.loads_running(device) == 0
-                and self._pool.free_now_bytes(device) >= record.budget_bytes
+                and self._pool.room(device).loads_running == 0
+                and self._pool.room(device).free_now_bytes >= record.budget_bytes
             ):
                 self._load(now_s, transaction, record, out)
 
@@ -462,13 +460,13 @@ class Transactions:
     def _end(self, now_s: float, transaction: Transaction, stage: Stage, *, unsure: bool = False) -> None:
         transaction.move(now_s, stage)
         self._forget_operations(transaction, None)
-        held = self._pool.reservations.pop(transaction.replica_name, None)
+        held = self._pool.release(transaction.replica_name)
         listed = self._pool.replica_named(transaction.worker, transaction.replica_name) is not None
         if held is not None and held.sent and not listed and (stage is Stage.DONE or unsure):
             # Until the agent's next report shows it, or does not.
             until_s = now_s + self._settings.ask_again_s + self._settings.answer_s_max
-            self._pool.reservations[held.replica_name] = replace(held, until_s=until_s)
-        self._pool.leaving.difference_update(transaction.victims)
+            self._pool.reserve(replace(held, until_s=until_s))
+        self._pool.forget_plans(transaction.victims)
         del self.running[transaction.number]
         self._ended.append(transaction)
 
