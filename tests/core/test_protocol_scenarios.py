@@ -206,10 +206,11 @@ def test_a_drained_replica_finishes_what_it_has_and_takes_nothing_new() -> None:
     world.drain(replica, 30)
     _advance(world, 1.2)
     second = world.submit(gateway, totals=[5])
-    assert not replica.drained
+    drained = [replica.drained]
     _advance(world, 5)
-    assert isinstance(world.clients[first].outcome, g.Finished)
-    assert replica.drained and world.clients[second].outcome is None
+    drained.append(replica.drained)
+    outcomes = [type(world.clients[request].outcome) for request in (first, second)]
+    assert (drained, outcomes) == ([False, True], [g.Finished, type(None)])
     world.heal_and_check()
     assert isinstance(world.clients[second].outcome, g.Finished)
 
