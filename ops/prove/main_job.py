@@ -353,17 +353,21 @@ async def prove_cancels(directory: Path, _rng: random.Random, say: Say) -> Figur
                     "carpool_script": {"tag": tag, **script},
                 }
 
+                # The moment of the decision to leave: closing the connection is part of what is measured.
+                left_s: list[float] = []
+
                 async def read() -> None:
                     async with client.stream("POST", "/chat/completions", json=body) as response:
                         seen = 0
                         async for line in response.aiter_lines():
                             seen += line.startswith("data: ")
                             if chunks and seen >= chunks:
+                                left_s.append(time.monotonic())
                                 return
 
+                begun_s = time.monotonic()
                 with contextlib.suppress(TimeoutError, httpx.HTTPError):
                     await asyncio.wait_for(read(), 30 if chunks else leave_s)
-                left_s = time.monotonic()
                 if tag.startswith(("queued", "waking")):
                     return
 
@@ -371,7 +375,7 @@ async def prove_cancels(directory: Path, _rng: random.Random, say: Say) -> Figur
                     return tag in server.left_s
 
                 if await _until(noticed, 10):
-                    took_s.append(max(0.0, server.left_s[tag] - left_s))
+                    took_s.append(server.left_s[tag] - (left_s[0] if left_s else begun_s + leave_s))
                 else:
                     unseen.append(tag)
 

@@ -34,7 +34,9 @@ class ScriptedServer:
         from ops.supervisor import free_port
 
         port = free_port("127.0.0.1")
-        config = uvicorn.Config(self._app, host="127.0.0.1", port=port, log_level="error", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            self._app, "127.0.0.1", port, interface="asgi3", log_level="error", access_log=False, lifespan="off"
+        )
         self._server = uvicorn.Server(config)
         self._server.install_signal_handlers = lambda: None
         self._task = asyncio.create_task(self._server.serve())
