@@ -73,7 +73,7 @@ class Faults:
     reorder: bool = False
 
 
-@dataclass
+@dataclass(repr=False)
 class Process:
     """What a gateway and a replica have in common."""
 
@@ -84,8 +84,11 @@ class Process:
     backlog: list[Callable[[], None]] = field(default_factory=list)
     wake_s: float | None = None
 
+    def __repr__(self) -> str:
+        return self.name
 
-@dataclass
+
+@dataclass(repr=False)
 class GatewayProcess(Process):
     """A gateway and the number of claims that it was asked."""
 
@@ -105,7 +108,7 @@ class Run:
     stale_since_s: float | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class ReplicaProcess(Process):
     """A replica with its scripted engine."""
 

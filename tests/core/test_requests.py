@@ -221,13 +221,13 @@ TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     (P, FULL, None, ["end gw-1 503 no_capacity"]),
     (P, MISSING, U, ["ensure queue"]),
     (P, TIMEOUT, U, []),
-    (F, TIMEOUT, O, []),
+    (F, TIMEOUT, F, []),
     (G, TIMEOUT, G, []),
     (G, IS_STORED, G, []),
     # The offer's answers.
     (F, OFFER_BUSY, P, ["publish gw-1.1.1 to s for 20"]),
     (F, OFFER_LOST, P, ["publish gw-1.1.1 to s for 20"]),
-    (F, OFFER_TAKEN, O, []),
+    (F, OFFER_TAKEN, F, []),
     *[(state, OFFER_BUSY, state, []) for state in (P, U, S, G)],
     # What has no grant is published again after a reconnect, under the same attempt and a new publication.
     (F, BACK_AGAIN, P, ["publish gw-1.1.1 to s for 20"]),
@@ -281,7 +281,7 @@ def test_the_state_table_is_reached_in_full() -> None:
 @pytest.mark.parametrize(
     ("state", "after_s", "after", "commands"),
     [
-        (F, 0.09, O, []),
+        (F, 0.09, F, []),
         (F, 0.1, P, ["publish gw-1.1.1 to s for 20"]),
         (U, 0.19, U, []),
         (U, 0.2, P, ["publish gw-1.1.1 to s for 20"]),
