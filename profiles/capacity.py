@@ -23,10 +23,22 @@ CPU_OVERHEAD_BYTES = 384 << 20
 Measured: a vLLM replica forked from a template holds about 300 MB of proportional set size with a model of 2 MB
 (interpreter, libraries, its share of the template's pages); the rest is room for activations and logits of a full batch.
 """
+CPU_WEIGHTS_AGAIN = 1.2
+"""How many more times the weights are held on CPU.
+
+Measured with vLLM 0.32: SmolLM2 (269 MB of bf16 weights) holds some 600 MB more than a tiny model beside equal KV, that is
+2.2 times its weights: the matrix kernels keep packed copies beside the loaded tensors, and workspaces grow with the layers.
+"""
 SIMULATED_OVERHEAD_BYTES = 64 << 20
 """A simulated replica is a plain Python process of about 60 MB."""
 KV_DEFAULT_BYTES_MAX = 4 << 30
 """Cap of the default KV budget where a full batch of longest contexts would ask for more."""
+
+
+def cpu_overhead_bytes(weights_bytes: int) -> int:
+    """What a CPU replica is charged beside weights and KV."""
+    return CPU_OVERHEAD_BYTES + int(CPU_WEIGHTS_AGAIN * weights_bytes)
+
 
 _HEADER_BYTES_MAX = 100 << 20  # the format's own limit
 _DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}

@@ -107,6 +107,7 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     weights_hash = hashing.weights_hash(directory)
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory}: no tokenizer.json; save the model's fast tokenizer there")
+    weights_bytes = weights.loaded_bytes(dtype)
     return _record(
         service,
         model_hash=_files_hash(directory, weights_hash, dtype, engine.options),
@@ -115,10 +116,10 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         source=str(directory),
         tokenizer=directory,
         dtype=dtype,
-        weights_bytes=weights.loaded_bytes(dtype),
+        weights_bytes=weights_bytes,
         per_token=per_token,
         kv_bytes=kv_bytes,
-        overhead_bytes=capacity.CPU_OVERHEAD_BYTES,
+        overhead_bytes=capacity.cpu_overhead_bytes(weights_bytes),
         context_len=context_len,
         random_weights=_is_random(directory),
     )
