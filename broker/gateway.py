@@ -17,13 +17,13 @@ from typing import NoReturn, TypeVar, assert_never
 
 import structlog
 
+from broker.ask_headers import header, request_kind, timeout_s_of, wish_of
 from broker.core.admission import (
     AUTO,
     Admission,
     Limits,
     ModelView,
     Refused,
-    Wish,
     context_refusal,
     no_model_fits,
     pool_refusal,
@@ -61,7 +61,6 @@ from subjects.messages import (
     IngressTelemetry,
     ModelRecord,
     PoolDigest,
-    RequestKind,
     RequestProfile,
     Usage,
 )
@@ -73,7 +72,8 @@ START_RETRY_S = 0.5
 TOKENISED_INLINE_BYTES_MAX = 16 * 1024
 """Longer bodies are tokenised in a thread, so that one long prompt does not stop all streams."""
 TOKENISER_THREADS = 2
-HEADER_LENGTH_MAX = 128
+OPENING_MAX = 512
+"""Requests that are checked and tokenised at once; each may hold a large body."""
 DIGEST_KEY = "digest"
 
 _T = TypeVar("_T")
@@ -122,6 +122,7 @@ class Gateway:
         self._lengths = OutputLengths()
         self._live: dict[RequestId, _Live] = {}
         self._requests = 0
+        self._opening = 0
         self._telemetry_sequence = 0
         self._draining = False
         self._registry_read = False
@@ -240,6 +241,7 @@ class Gateway:
         """
         arrived_s = time.monotonic()
         model = UNRESOLVED
+        self._opening += 1
         try:
             self._refuse_when_unable()
             body = parse_body(ask.endpoint, ask.body)
@@ -249,11 +251,16 @@ class Gateway:
         except ApiError as error:
             self.metrics.requests.labels(model, str(error.status), ask.way).inc()
             raise
+        finally:
+            self._opening -= 1
         return exchange
 
     def _refuse_when_unable(self) -> None:
         if self._draining:
             raise _shutting_down()
+        if self._opening > OPENING_MAX:
+            message = "Too many requests arrive at once. Please try again."
+            raise ApiError(503, message, type="server_error", code="overloaded", retry_after_s=1)
         self._look_at_bus()
         if self._bus_lost_s is not None and time.monotonic() - self._bus_lost_s >= BUS_LOST_S_MAX:
             message = "The pool's message bus is not reachable. Please try again."
@@ -278,7 +285,7 @@ class Gateway:
             if refusal is not None:
                 view = self._fallback_of(view) or _raise(refusal)
             return view, await self._profile(ask, body, view.record, arrived_s)
-        wish = _wish(ask, body)
+        wish = wish_of(ask, body)
         for view in rank_models(wish, self._models.views()):
             try:
                 return view, await self._profile(ask, body, view.record, arrived_s)
@@ -312,10 +319,10 @@ class Gateway:
             tenant=ask.tenant,
             deadline_unix_s=time.time() + self._deadline_s(ask, arrived_s) - now_s,
             sla_class=ask.sla_class,
-            business_id=_header(ask, "x-business-id"),
-            chain_id=_header(ask, "x-chain-id"),
-            environment=_header(ask, "x-environment") or "production",
-            kind=_kind(ask),
+            business_id=header(ask, "x-business-id"),
+            chain_id=header(ask, "x-chain-id"),
+            environment=header(ask, "x-environment") or "production",
+            kind=request_kind(ask),
         )
         return build_profile(record, ask.endpoint, parsed, prompts, context, self._lengths)
 
@@ -323,16 +330,9 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _deadline_s(self, ask: Ask, arrived_s: float) -> float:
-        text = ask.headers.get("x-timeout-s", "")
-        if not text:
-            return arrived_s + self._options.request_s_max
-        try:
-            timeout_s = float(text)
-        except ValueError:
-            timeout_s = 0.0
-        if not 0.0 < timeout_s < float("inf"):
-            raise ApiError(400, "The header 'X-Timeout-S' must be a number of seconds above 0.", code="invalid_value")
-        return arrived_s + min(timeout_s, self._options.request_s_max)
+        timeout_s = timeout_s_of(ask)
+        longest_s = self._options.request_s_max
+        return arrived_s + (longest_s if timeout_s is None else min(timeout_s, longest_s))
 
     def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profile: RequestProfile, arrived_s: float) -> Exchange:
         request = self._next_request()
@@ -437,6 +437,10 @@ class Gateway:
                 live.exchange.close(Ended(usage))
             case CoreFailed() as failed:
                 if not self._degrade(live, failed):
+                    if failed.status >= 500:
+                        # Not the message: an engine's may quote the prompt.
+                        about = {"model": live.view.record.name, "status": failed.status, "code": failed.code}
+                        log.info("a request failed", request=end.request, **about)
                     self._count_end(live, str(failed.status))
                     live.exchange.close(Failed(_core_error(failed)))
             case Cancelled():
@@ -573,33 +577,3 @@ def _core_error(failed: CoreFailed) -> ApiError:
 def _shutting_down() -> ApiError:
     message = "The gateway is shutting down. Please try again."
     return ApiError(503, message, type="server_error", code="shutting_down", retry_after_s=1)
-
-
-def _header(ask: Ask, name: str) -> str:
-    """A client's word in a header, cut to a bound and to printable ASCII: it travels in every ticket."""
-    text = ask.headers.get(name, "")[:HEADER_LENGTH_MAX]
-    return text if text.isascii() and text.isprintable() else ""
-
-
-def _kind(ask: Ask) -> RequestKind:
-    text = _header(ask, "x-request-kind")
-    if not text:
-        return RequestKind.INFERENCE
-    try:
-        return RequestKind(text)
-    except ValueError:
-        kinds = ", ".join(kind.value for kind in RequestKind)
-        raise ApiError(400, f"The header 'X-Request-Kind' must be one of: {kinds}.", code="invalid_value") from None
-
-
-def _wish(ask: Ask, body: ParsedBody) -> Wish:
-    """What an ``auto`` request needs: tags by what its body uses and by the header ``X-Carpool-Tags: a, b``."""
-    tags = [tag.strip() for tag in _header(ask, "x-carpool-tags").split(",") if tag.strip()]
-    if body.tools:
-        tags.append("tools")
-    if body.structured:
-        tags.append("structured")
-    tier = _header(ask, "x-carpool-quality-tier-min")
-    if tier and not tier.isdigit():
-        raise ApiError(400, "The header 'X-Carpool-Quality-Tier-Min' must be a whole number.", code="invalid_value")
-    return Wish(tuple(sorted(set(tags))), int(tier or 0))

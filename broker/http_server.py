@@ -18,6 +18,8 @@ from subjects.errors import ApiError, ConfigError
 BACKLOG_CONNECTIONS = 2048
 CLOSE_S_MAX = 5
 HEADER_BYTES_MAX = 64 * 1024
+HEADER_BYTES_EACH = 32
+"""Counted for each header beside its text: a flood of empty ones takes memory too."""
 
 
 class _TooManyHeaderBytes(Exception):
@@ -39,7 +41,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
+        self._count(len(name) + len(value) + HEADER_BYTES_EACH)
         super().on_header(name, value)
 
     def send_400_response(self, msg: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -202,6 +203,28 @@ async def test_a_giant_announced_body_is_refused_unread(pool: Pool) -> None:
     assert answer.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in answer
     writer.close()
     await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-request-id: " + b"x" * (1 << 20) + b"\r\n\r\n",
+        b"GET /" + b"x" * (1 << 20) + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 20_000 + b"\r\n",
+        b"\x16\x03\x01 no HTTP at all\r\n\r\n",
+    ],
+)
+async def test_hostile_heads(pool: Pool, head: bytes) -> None:
+    """A request id of a megabyte, endless headers, or no HTTP: 400 in OpenAI's shape or a closed connection (J5, J10)."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", pool.server.port)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        writer.write(head)
+        await writer.drain()
+        answer = await asyncio.wait_for(reader.read(4096), 15)
+    writer.transport.abort()
+    assert answer == b"" or (answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in answer)
+    assert (await pool.http.get("/health")).status_code == 200
 
 
 async def test_the_sdk_raises_its_typed_errors(pool: Pool) -> None:
