@@ -47,10 +47,12 @@ BLOCK = 32
 KV_PAGES = 600
 CONTEXT = KV_PAGES * BLOCK
 UNIT_BYTES = 1000
+LONG_BODY_SHARE = 0.01
 EXCUSES = (
     "load-failed",
     "engine-died",
     "agent-killed",
+    "agent-frozen",
     "replica-killed",
     "replica-killed-while-claiming",
     "replica-frozen",
@@ -90,6 +92,7 @@ FAULTS = (
     "replica-cut-off",
     "engine-dies",
     "agent-killed",
+    "agent-frozen",
     "scheduler-paused",
     "scheduler-restarted",
     "leader-replaced",
@@ -375,7 +378,11 @@ class World:
         continuable = self.options.continuation and choices == 1
         # Messages of one byte per four tokens fill the pages that are asked for.
         content = "x" * (4 * max(1, pages * BLOCK - tokens * choices - 8))
-        body = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "n": choices}).encode()
+        fields = {"messages": [{"role": "user", "content": content}], "max_tokens": tokens, "n": choices}
+        if self.draw.random() < LONG_BODY_SHARE:
+            fields["user"] = "u" * 2 * req.GRANT_PART_BYTES_MAX
+            self.happened("granted-in-parts")
+        body = json.dumps(fields).encode()
         profile = RequestProfile(
             model_hash=model.model_hash,
             endpoint=Endpoint.CHAT,
@@ -406,8 +413,6 @@ class World:
         if self.options.offers and ready and self.draw.random() < 0.5:
             offer_to = self.draw.choice(ready)
             self.happened("offered")
-        if len(body) > 256 * 1024:
-            self.happened("granted-in-parts")
         event = req.RequestSubmitted(
             request=request,
             profile=profile,
@@ -496,6 +501,7 @@ class World:
             "replica-cut-off": self._cut_off_replica,
             "engine-dies": self._doom_engines,
             "agent-killed": self._kill_agent,
+            "agent-frozen": self._freeze_agent,
             "scheduler-paused": self._pause_scheduler,
             "scheduler-restarted": self._restart_scheduler,
             "leader-replaced": self._replace_leader,
@@ -549,6 +555,12 @@ class World:
             del self.agents[agent.worker]
             agent.kill()
             self.clock.call_later(self.draw.uniform(0.5, 5.0), lambda: self._start_agent(agent.host))
+
+    def _freeze_agent(self) -> None:
+        """SIGSTOP of an agent: its replicas go on, and are counted as dead when it is silent for too long."""
+        if self.agents:
+            self.happened("agent-frozen")
+            self.draw.choice(list(self.agents.values())).pause(self.draw.choice((0.5, 2.6, 4.0)))
 
     def _pause_scheduler(self) -> None:
         if self.schedulers:
