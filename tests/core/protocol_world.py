@@ -789,7 +789,7 @@ class World:
         for replica in self.replicas:
             if replica.alive and (replica.drained or replica.core._draining):
                 self.kill(replica)  # What is drained is unloaded.
-        self.start_replica(slots=8, kv_pages=2400)
+        self.start_replica(slots=64, kv_pages=64 * 1024)  # Room for all that waits.
         open_requests: list[RequestId] = []
         for _ in range(int(HEAL_BOUND_S * 4)):
             self.advance(0.25)

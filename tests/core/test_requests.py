@@ -410,7 +410,7 @@ def test_held_names_what_runs_with_its_next_indexes_and_goes_on_for_a_while_afte
         lines += gateway(e.Ticked(), after_s=0.2)
         if gateway.core.next_wake_s is not None:
             gateway.frames()
-    assert lines == [f"held {n} to rep-a: " for n in range(2, 11)]
+    assert lines == [f"held {n} to rep-a: " for n in range(2, 12)]
     assert gateway.core.idle
 
 
