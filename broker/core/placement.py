@@ -127,6 +127,7 @@ class SchedulerCore:
                 decide = self.pool.ingress(now_s, event.telemetry)
             case CommandAnswered():
                 self._answered(now_s, event, out)
+                decide = event.reply.outcome is CommandOutcome.REFUSED
             case CommandUnanswered():
                 decide = False  # The command is sent again, or given up, in its time.
             case OperationSeen():

@@ -40,6 +40,17 @@ class Outlook:
     permanent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Leaver:
+    """A ready replica that is neither pinned nor needed, with what decides whether it may leave."""
+
+    replica: Replica
+    busy: bool
+    idle_s: float
+    resident_s: float
+    last_used_s: float
+
+
 class Planner:
     """The rules of ``placement`` as questions."""
 
@@ -51,11 +62,13 @@ class Planner:
         self._no_worker_since_s: dict[ModelHash, float] = {}
         self._demand: dict[ModelHash, Demand] = {}
         self._held: dict[DeviceKey, int] = {}
+        self._leavers_on: dict[DeviceKey, list[Leaver]] = {}
 
     def look(self, now_s: float) -> dict[ModelHash, Demand]:
         """Takes the demand of this moment; what follows refers to it."""
         self._demand = self._pool.demand(now_s)
         self._held.clear()
+        self._leavers_on.clear()
         return self._demand
 
     def demand(self, model_hash: ModelHash) -> Demand:
@@ -155,15 +168,18 @@ class Planner:
 
     def _victims(self, now_s: float, device: Device, want: Want, model: Model) -> list[Replica]:
         """Who leaves ``device`` for ``want``: few, idle first, least recently used first; nobody if it were in vain."""
+        leavers = [leaver for leaver in self._leavers(now_s, device) if self._may_leave(leaver, want, model)]
+        if not leavers:
+            return []
         need = want.record.budget_bytes - self._pool.room(device).free_planned_bytes
         strangers = self._strangers(device, want.record)
-        may_leave = [r for r in self._pool.room(device).replicas if self._may_leave(now_s, r, want, model)]
-        movable = {replica.report.model_hash for replica in may_leave}
+        movable = {leaver.replica.report.model_hash for leaver in leavers}
         if any(stranger not in movable for stranger in sorted(strangers)):
             return []
-        may_leave.sort(key=lambda r: (self.busy(now_s, r), self._last_used_s(r), r.replica))
+        leavers.sort(key=lambda leaver: (leaver.busy, leaver.last_used_s, leaver.replica.replica))
         chosen: list[Replica] = []
-        for replica in may_leave:
+        for leaver in leavers:
+            replica = leaver.replica
             model_hash = replica.report.model_hash
             enough = sum(r.report.budget_bytes for r in chosen) >= need
             # One model can have several replicas here, and keeps its minimum over all that leave.
@@ -179,22 +195,36 @@ class Planner:
                 chosen.remove(replica)
         return chosen
 
-    def _may_leave(self, now_s: float, replica: Replica, want: Want, model: Model) -> bool:
+    def _leavers(self, now_s: float, device: Device) -> list[Leaver]:
+        """Ready replicas of a device that somebody could make leave, as of the last :meth:`look`."""
+        known = self._leavers_on.get(device.key)
+        if known is None:
+            known = self._leavers_on[device.key] = [
+                Leaver(
+                    replica,
+                    self.busy(now_s, replica),
+                    self.idle_s(now_s, replica),
+                    now_s - (replica.ready_s if replica.ready_s is not None else now_s),
+                    self._last_used_s(replica),
+                )
+                for replica in self._pool.room(device).replicas
+                if replica.report.state is ReplicaState.READY and not replica.dead and not self.stays(replica)
+            ]
+        return known
+
+    def _may_leave(self, leaver: Leaver, want: Want, model: Model) -> bool:
         settings = self._settings
-        model_hash = replica.report.model_hash
-        if replica.report.state is not ReplicaState.READY or replica.dead or replica.replica in self._pool.leaving:
+        model_hash = leaver.replica.report.model_hash
+        if leaver.replica.replica in self._pool.leaving or model_hash == want.record.model_hash:
             return False
-        if model_hash == want.record.model_hash or self.stays(replica):
-            return False
-        resident_s = now_s - (replica.ready_s if replica.ready_s is not None else now_s)
-        idle_s = self.idle_s(now_s, replica)
         if model.failures:
-            return not self.busy(now_s, replica) and idle_s >= settings.failing_victim_idle_s
-        if not self.busy(now_s, replica):
-            return resident_s >= settings.residency_s_min or idle_s >= settings.idle_release_s
+            return not leaver.busy and leaver.idle_s >= settings.failing_victim_idle_s
+        if not leaver.busy:
+            return leaver.resident_s >= settings.residency_s_min or leaver.idle_s >= settings.idle_release_s
+        if not want.waits or want.wait_s < settings.minority_wait_s_max:
+            return False
         swap_s = max(model.load_s or 0.0, self._catalogue.model(model_hash).load_s or 0.0)
-        paid = resident_s >= max(settings.residency_s_min, swap_s)
-        return want.waits and want.wait_s >= settings.minority_wait_s_max and paid
+        return leaver.resident_s >= max(settings.residency_s_min, swap_s)
 
     def candidates(self, record: ModelRecord) -> list[Device]:
         """Usable devices that could hold the model if they were empty."""

@@ -86,7 +86,7 @@ def play(scenario: Scenario) -> World:
 
 
 @given(scenarios)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_everybody_is_served_or_refused(scenario: Scenario) -> None:
     """Every request ends: served, or refused because its model is broken, too big, or has no worker left."""
     world = play(scenario)
@@ -106,7 +106,7 @@ def test_everybody_is_served_or_refused(scenario: Scenario) -> None:
 
 
 @given(scenarios)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_swaps_are_bounded(scenario: Scenario) -> None:
     """No thrash: every load beyond the first of a model is paid for by a request that waited, a fault, or a broken model."""
     world = play(scenario)
@@ -121,7 +121,7 @@ def test_swaps_are_bounded(scenario: Scenario) -> None:
 
 
 @given(scenarios)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_the_same_events_give_the_same_commands(scenario: Scenario) -> None:
     """A scenario played twice gives the same commands at the same times."""
     first, second = play(scenario), play(scenario)
