@@ -98,6 +98,7 @@ from workers.engines.factory import make_engine
 from workers.spec import ReplicaSpec
 
 log = structlog.get_logger(__name__)
+_LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 START_TIMEOUT_S = 10.0
 """How long an exec'd replica waits for its spec."""
@@ -150,8 +151,10 @@ def _configure_logging() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
+            structlog.processors.JSONRenderer(),
         ],
+        # The agent keeps only the tail of this: lines that nobody asked for would push the cause of a death out of it.
+        wrapper_class=structlog.make_filtering_bound_logger(_LOG_LEVELS.get(os.environ.get("CARPOOL_LOG_LEVEL", ""), 20)),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 
@@ -223,9 +226,9 @@ class Replica:
         record = self._spec.record
         self._control.send(Progress(state=ReplicaState.LOADING, detail="checking the files"))
         if record.engine_type is EngineType.VLLM:
-            from profiles.hashing import verify
+            from profiles.record import verify_record
 
-            await asyncio.to_thread(verify, Path(record.source), record.weights_hash)
+            await asyncio.to_thread(verify_record, record)
         self._control.send(Progress(state=ReplicaState.LOADING, detail="starting the engine", progress=0.1))
         self._engine = make_engine(self._spec)
         info = await self._engine.start()

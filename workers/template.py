@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -37,6 +39,8 @@ FORK_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 MESSAGE_BYTES_MAX = 128 * 1024
 """One message of the sequenced-packet socket; a spec is a few KiB."""
+
+_PR_SET_PDEATHSIG = 1
 
 REPLICA_ENTRY = "workers.replica:run_replica"
 
@@ -216,6 +220,10 @@ def main(fd: int, entry: str) -> None:
     """The template process: import, then fork on request until the agent's end of the socket is gone."""
     with socket.socket(fileno=fd) as agent:
         os.set_inheritable(agent.fileno(), False)
+        # During the import nobody reads the socket, so the kernel has to tell of the agent's death; a fork clears this.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if _hung_up(agent):
+            return
         try:
             run = _import_everything(entry)
             check_forkable()
@@ -233,6 +241,12 @@ def main(fd: int, entry: str) -> None:
         except OSError:
             # The agent is gone.
             return
+
+
+def _hung_up(agent: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(agent, select.POLLHUP)
+    return any(events & select.POLLHUP for _, events in poller.poll(0))
 
 
 def check_forkable() -> None:

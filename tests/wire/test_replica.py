@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from subjects import names
+from subjects.bus import LOST_PULL_GRACE_S, PULL_EXPIRY_S_MAX
 from subjects.codec import decode, encode
 from subjects.errors import BusError
 from subjects.ids import model_key
@@ -345,6 +346,8 @@ async def test_concurrency_can_be_lowered(stage: Stage) -> None:
     record = simulated_record(slots=8)
     gateway, agent = await stage.gateway(record), await stage.replica(record)
     agent.send(Concurrency(slots=1))
+    # Pulls that were made before cannot be withdrawn: what they bring is run, so they must have expired first.
+    await asyncio.sleep(PULL_EXPIRY_S_MAX + LOST_PULL_GRACE_S)
     submitted = [await gateway.submit(tokens=4, token_s=0.05) for _ in range(4)]
     most = 0
     while not all(answer.end is not None for _, answer in submitted):

@@ -34,15 +34,10 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from profiles.tokenizer import DEFAULT_CHAT_TEMPLATE
 from subjects.errors import EngineError
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Usage
 from workers.engines.base import EngineRequest
-
-DEFAULT_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-"""For models that come without one (tiny ones made for tests and demos)."""
 
 MESSAGE_CHARS_MAX = 2000
 """A refusal is told to a client; vLLM's can quote a whole schema."""
