@@ -53,10 +53,6 @@ class GatewayMetrics:
         self.discarded = Counter("carpool_messages_discarded", "Messages that could not be decoded.", ["kind"], registry=own)
         self.bus_connected = Gauge("carpool_bus_connected", "Whether the bus is reachable.", registry=own)
         self.bus_round_trip_s = Gauge("carpool_bus_round_trip_seconds", "Last measured round trip to the bus.", registry=own)
-        self.queue_restored = Counter(
-            "carpool_queue_restored", "Times the work-queue was lost and made again.", registry=own
-        )
-
         self._of: dict[str, ModelMetrics] = {}
 
     def of(self, model: str) -> ModelMetrics:
