@@ -161,13 +161,14 @@ async def _ask(client: AsyncOpenAI, pool: Pool, label: str, model: str, prompt: 
                 text.append(choice.delta.content)
     if not finished:
         raise CarpoolError(f"{label}: the stream of {model} ended without a finish reason")
-    wake_s, queue_s = await _wake(pool, served, started_s)
+    wake_s = await _wake_s(pool, served, started_s)
     first_s = first_s or time.monotonic()
     decode_s = max(last_s - first_s, 1e-9)
     return Outcome(
         label=label,
         model=served,
-        wait_s=wait_s or queue_s,
+        # A stream that was opened before its request was granted could not yet say how long that would take.
+        wait_s=wait_s or wake_s,
         wake_s=wake_s,
         ttft_s=first_s - started_s,
         tokens=usage_tokens,
@@ -176,14 +177,14 @@ async def _ask(client: AsyncOpenAI, pool: Pool, label: str, model: str, prompt: 
     )
 
 
-async def _wake(pool: Pool, model: str, started_s: float) -> tuple[float, float]:
-    """Seconds that loading ``model`` took if it was loaded after ``started_s``, for the table."""
+async def _wake_s(pool: Pool, model: str, started_s: float) -> float:
+    """Seconds that loading ``model`` took if it was loaded after ``started_s``, else 0."""
     timeline: Sequence[dict[str, Any]] = await control(pool.nats_url, "get", {"what": "timeline"}) or []
     since_unix_s = time.time() - (time.monotonic() - started_s)
     for entry in reversed(timeline):
         if entry["model"] == model and entry["action"] == "load" and entry["at_unix_s"] >= since_unix_s - 0.5:
-            return float(entry["took_s"]), 0.0
-    return 0.0, 0.0
+            return float(entry["took_s"])
+    return 0.0
 
 
 async def _ask_over_nats(pool: Pool) -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from typing import cast
 
 import msgspec
 
@@ -29,18 +30,14 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came back. ``events`` counts ``data:`` lines, the closing ones included."""
+    """What came back. ``events`` counts ``data:`` lines, the closing ones included; latencies are of whole answers."""
 
     requests: int
     errors: int
     seconds: float
     events: int
-    latencies_ms: list[float]
-
-    def percentile_ms(self, share: float) -> float:
-        """The latency below which ``share`` of the answers stayed."""
-        ordered = sorted(self.latencies_ms)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+    p50_ms: float
+    p99_ms: float
 
 
 class _Connection(asyncio.Protocol):
@@ -54,8 +51,8 @@ class _Connection(asyncio.Protocol):
         self._in_body = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are not subclasses of asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
         self._send()
 
     def _send(self) -> None:
@@ -132,13 +129,19 @@ async def _run(task: Task) -> Result:
     for _ in range(task.connections):
         await loop.create_connection(lambda: _Connection(load), task.host, task.port)
     await asyncio.wait_for(load.ended.wait(), task.seconds_max + 60)
+    ordered = sorted(load.latencies_ms)
     return Result(
         requests=len(load.latencies_ms),
         errors=load.errors + load._taken - len(load.latencies_ms),
         seconds=time.perf_counter() - started_s,
         events=load.events,
-        latencies_ms=load.latencies_ms,
+        p50_ms=_percentile(ordered, 0.5),
+        p99_ms=_percentile(ordered, 0.99),
     )
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 async def measure(task: Task) -> Result:
