@@ -49,7 +49,6 @@ from broker.gateway_models import ModelTable
 from broker.openai_answers import AnswerHead
 from broker.openai_bodies import ParsedBody, parse_body
 from broker.request_shell import RequestShell
-from broker.tasks import end_tasks
 from profiles.blocks import tenant_salt
 from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
 from subjects import names
@@ -64,6 +63,7 @@ from subjects.messages import (
     RequestProfile,
     Usage,
 )
+from subjects.tasks import end_tasks
 
 TELEMETRY_EVERY_S = 0.1
 BUS_LOST_S_MAX = 2.0

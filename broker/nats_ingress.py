@@ -9,13 +9,13 @@ import structlog
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway import Gateway
 from broker.openai_answers import ChunkWriter, WholeAnswer, error_body
-from broker.tasks import end_tasks
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, PayloadTooLarge
 from subjects.ids import Tenant
 from subjects.messages import Delta, InferFrame, InferRequest
+from subjects.tasks import end_tasks
 
 GROUP = "gateways"
 KEEP_ALIVE_S = 5.0

@@ -37,13 +37,13 @@ from broker.core.request_events import (
     TicketStored,
 )
 from broker.core.requests import RequestCore
-from broker.tasks import end_tasks
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import BusError, BusUnavailable, DecodeError, PayloadTooLarge, QueueFull, QueueMissing, RequestTimeout
 from subjects.ids import IngressId, ModelKey, model_key
 from subjects.messages import Claim, Frames, ModelDemand, OfferReply
+from subjects.tasks import end_tasks
 
 ROUND_TRIP_EVERY_S = 0.2
 ROUND_TRIP_TIMEOUT_S = 1.0

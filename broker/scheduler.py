@@ -66,6 +66,7 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 from subjects.nats_bus import NatsBus
+from subjects.tasks import end_tasks
 
 DIGEST_KEY = "digest"
 DIGEST_STORED_EVERY_S = 0.5
@@ -152,17 +153,13 @@ class Scheduler:
 
     async def stop(self) -> None:
         """Gives the lease back and ends; commands under way are left to the agents and the next leader."""
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await end_tasks(self._loops)
         await self.lease.release()
         await self.registry.stop()
         for subscription in self._subscriptions:
             with contextlib.suppress(BusError):
                 await subscription.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     async def _lead(self) -> None:
         await self.registry.start()

@@ -28,6 +28,7 @@ from nats.aio.transport import TcpTransport
 from nats.errors import Error as NatsError
 
 from subjects.errors import BusError, BusUnavailable, NoResponders, PayloadTooLarge, RequestTimeout
+from subjects.tasks import end_tasks
 
 PING_INTERVAL_S: Final = 1
 PINGS_OUTSTANDING_MAX: Final = 2
@@ -344,10 +345,7 @@ class Connection:
         if self._closing:
             return
         self._closing = True
-        for task in (self._opener, self._reviver):
-            if task is not None and not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task for task in (self._opener, self._reviver) if task is not None)
         client = self._client
         try:
             if client.is_connected:

@@ -42,6 +42,7 @@ from subjects.messages import (
     WorkerCommand,
     WorkerEvent,
 )
+from subjects.tasks import end_tasks
 from workers.control import ControlStream, Start, ToAgent, agent_stream, control_pair
 from workers.core.agent import (
     AgentCommand,
@@ -276,9 +277,7 @@ class Agent:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(self._tasks)
             # On the clean path no replica is left; after an error here none may outlive its agent.
             for child in self._children.values():
                 signal_group(child.pid, signal.SIGKILL)

@@ -19,7 +19,6 @@ from broker.http_app import HttpApp, HttpOptions
 from broker.http_keys import ApiKeys
 from broker.http_server import HttpServer
 from broker.nats_ingress import NatsIngress
-from broker.tasks import end_tasks
 from subjects import names
 from subjects.bus import BusMessage, QueuedTicket
 from subjects.codec import decode, encode
@@ -50,6 +49,7 @@ from subjects.messages import (
     Usage,
 )
 from subjects.nats_bus import NatsBus
+from subjects.tasks import end_tasks
 
 UNCONFIRMED_S = 0.5
 PULL_S = 0.5

@@ -24,6 +24,7 @@ import msgspec
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
+from subjects.tasks import end_tasks
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
 from workers.engines.outbox import Key, Outbox
 from workers.spec import ReplicaSpec
@@ -145,9 +146,7 @@ class OpenAiHttpEngine:
         tasks = [task for task, _ in self._running.values()]
         if self._watch is not None:
             tasks.append(self._watch)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         if self._http is not None:
             await self._http.aclose()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
+from subjects.tasks import end_tasks
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
@@ -117,9 +118,7 @@ class VllmGpuEngine:
         tasks = list(self._running.values())
         if self._watch is not None:
             tasks.append(self._watch)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
 

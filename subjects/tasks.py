@@ -1,14 +1,15 @@
-"""Ending tasks."""
+"""Ending tasks, as every shell does it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 CANCEL_AGAIN_S = 0.2
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels and waits until all have ended.
 
     Once is not enough: ``asyncio.wait_for`` of Python 3.11, which the bus client uses too, loses a cancellation that comes
