@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -15,10 +18,11 @@ import pytest
 
 from broker.core.scheduler_events import SchedulerSettings
 from broker.scheduler import Scheduler, SchedulerConfig
+from ops.servers import free_port
 from profiles.registry import Registry
 from subjects import names
 from subjects.codec import decode, encode
-from subjects.errors import BusError
+from subjects.errors import BusError, RequestTimeout
 from subjects.ids import IngressId
 from subjects.messages import (
     Alert,
@@ -113,10 +117,14 @@ class Rig:
         entry[2].close()
 
     async def control(self, verb: str, argument: object) -> Any:
+        """One verb; asked again while nobody leads, which on a slow machine can happen at any time for a moment."""
         payload = encode(ControlRequest(argument=msgspec.json.encode(argument)))
-        reply = decode(await self.bus.request(names.control(verb), payload, timeout_s=5.0), ControlReply)
-        assert not reply.error, reply.error
-        return msgspec.json.decode(reply.result)
+        for _ in range(4):
+            with suppress(RequestTimeout):
+                reply = decode(await self.bus.request(names.control(verb), payload, timeout_s=5.0), ControlReply)
+                assert not reply.error, reply.error
+                return msgspec.json.decode(reply.result)
+        raise AssertionError(f"nobody answers {verb}")
 
     async def apply(self, *records: ModelRecord) -> Any:
         return await self.control("apply", {"records": [msgspec.to_builtins(one) for one in records]})
@@ -239,22 +247,23 @@ async def test_a_failed_load_is_told_as_refusal_and_alert(nats_server: NatsServe
 async def test_a_standby_takes_over_and_reloads_nothing(nats_server: NatsServer, tmp_path: Path, politely: bool) -> None:
     """Of two schedulers one acts; when it ends or vanishes the other leads in seconds under a higher epoch (SCH-12, K4)."""
     async with rig_on(nats_server, tmp_path) as rig:
-        first = await rig.scheduler("s1")
-        await until(lambda: first.core.leads, "leadership")
-        second = await rig.scheduler("s2")
+        both = [await rig.scheduler("s1"), await rig.scheduler("s2")]
+        await until(lambda: any(one.core.leads for one in both), "leadership")
         await rig.apply(record("a"), record("b"))
         rig.waiting = {"a": 1}
         await until(lambda: rig.agent.ready == ["a"], "a is loaded")
-        await until(lambda: "b" in second.core.catalogue.records, "the standby knows the registry")
-        assert not second.core.leads
+        await until(lambda: all("b" in one.core.catalogue.records for one in both), "both know the registry")
+        await until(lambda: sum(one.core.leads for one in both) == 1, "one of the two leads")
+        first, second = sorted(both, key=lambda one: not one.core.leads)
+        epoch = first.lease.epoch
         await rig.end(first, politely=politely)
         await until(lambda: second.core.leads, "the standby leads")
-        assert second.core.epoch is not None and first.lease.epoch < second.core.epoch
+        assert second.core.epoch is not None and second.core.epoch > epoch
         await asyncio.sleep(1.5)
         assert [type(command) for command in rig.agent.commands] == [LoadModel]
         rig.waiting = {"b": 1}
         await until(lambda: rig.agent.ready == ["b"], "b is loaded by the new leader")
-        assert rig.agent.epoch_seen == second.core.epoch
+        assert rig.agent.epoch_seen > epoch
 
 
 async def test_a_lost_store_unloads_nothing_and_the_registry_comes_back(nats_server: NatsServer, tmp_path: Path) -> None:
@@ -310,7 +319,7 @@ async def test_a_fresh_server_gets_the_registry_from_the_mirror(stopped_nats_ser
 
 
 async def test_a_frozen_server_unloads_nothing(nats_server: NatsServer, tmp_path: Path) -> None:
-    """The bus stands still for five seconds: nobody is declared dead, nothing is unloaded or loaded again (F10)."""
+    """The bus stands still for seconds: nobody is declared dead, nothing is unloaded or loaded again (F10)."""
     async with rig_on(nats_server, tmp_path) as rig:
         scheduler = await rig.scheduler()
         await until(lambda: scheduler.core.leads, "leadership")
@@ -318,10 +327,33 @@ async def test_a_frozen_server_unloads_nothing(nats_server: NatsServer, tmp_path
         rig.waiting = {"a": 1}
         await until(lambda: rig.agent.ready == ["a"], "a is loaded")
         nats_server.freeze()
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(3.5)
         assert not scheduler.core.leads, "a leader that cannot renew counts itself out"
         nats_server.thaw()
         await until(lambda: scheduler.core.leads, "leads again")
         await asyncio.sleep(1.5)
         assert [type(command) for command in rig.agent.commands] == [LoadModel]
         assert list(scheduler.core.pool.dead) == []
+
+
+def test_sigterm_ends_it_cleanly_with_or_without_a_server(nats_server: NatsServer, tmp_path: Path) -> None:
+    """SIGTERM, and a second one, end the process with code 0 in a few seconds; the lease is given back (D1)."""
+    code = (
+        "import asyncio, pathlib, sys\n"
+        "from broker.scheduler import SchedulerConfig, run_scheduler\n"
+        "config = SchedulerConfig(nats_urls=(sys.argv[1],), state_dir=pathlib.Path(sys.argv[2]))\n"
+        "sys.exit(asyncio.run(run_scheduler(config, on_ready=lambda: print('listens', flush=True))))\n"
+    )
+    for url in (nats_server.url, f"nats://127.0.0.1:{free_port()}"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, url, str(tmp_path / "state")], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) != "listens\n":
+            assert line, "it ended before it listened"
+        time.sleep(1.0)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+        assert process.wait(timeout=BOUND_S) == 0
+        process.stdout.close()
