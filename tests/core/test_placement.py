@@ -482,6 +482,28 @@ def test_loads_on_one_device_are_serial_and_parallel_on_two() -> None:
     assert isinstance(second.command, LoadModel) and second.command.record == B
 
 
+def test_room_that_is_still_taken_is_waited_for() -> None:
+    """A model that nobody applied leaves, and the newcomer that is planned in its room loads when it is gone, not before."""
+    bench = settled(B)
+    (drain,) = sent(bench.report(listed("d")))
+    assert sent(bench.demand(b=0.2)) == []
+    assert sent(bench.tick(0.5)) == []
+    (unload,) = sent(bench.ended(drain))
+    (load,) = sent(bench.ended(unload))
+    assert isinstance(load.command, LoadModel) and load.command.record == B
+
+
+def test_a_wanted_victim_comes_back_before_others_are_placed() -> None:
+    """When B's load fails, A, which has waiters again, returns to its room although C has waited longer (SCH-8)."""
+    bench = settled(A, B, C)
+    load = swap(bench)
+    bench.report()
+    bench.demand(a=0.1, b=0.2, c=5.0)
+    (back,) = sent(bench.ended(load, failure="broken", replica="b-7-1-00000000bb"))
+    assert isinstance(back.command, LoadModel) and back.command.record == A
+    assert back.command.reason == "back, since loading b failed; free room, 0 KiB stay free"
+
+
 # ------------------------------------------------------------------------------------------------------------- who leaves
 
 
@@ -569,6 +591,16 @@ def test_an_older_waiter_claims_its_device() -> None:
     bench.report(listed("a", gib=1.0, running=1, idle_s=0.0, state_s=1.0), gib=2.0)
     (load,) = commands(bench.demand(a=(1, 0.0), big=2.0, b=1.0))
     assert isinstance(load, LoadModel) and load.record == B
+
+
+def test_a_victim_that_turns_out_needless_stays() -> None:
+    """The small model was used longest ago, but once the big one leaves its room is not needed."""
+    small, medium, large = record("small", 0.5), record("medium", 2.0), record("large", 2.0)
+    bench = settled(small, medium, large)
+    bench.report(listed("small", gib=0.5, idle_s=200.0), listed("medium", gib=2.0), gib=2.5)
+    assert [command.replica for command in commands(bench.demand(large=0.2)) if isinstance(command, DrainReplica)] == [
+        "medium-9-1-00000000aa"
+    ]
 
 
 def test_pins_by_hand_win_over_the_record_both_ways() -> None:
