@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from subjects.messages import FailureKind, Lane, SlaClass
 from tests.core.protocol_world import Faults, GatewayProcess, ReplicaProcess, World
@@ -94,8 +94,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(duration_s=st.sampled_from([0.001, 0.003, 0.02, 0.1, 0.25, 1.0, 3.0]))
     def time_passes(self, duration_s: float) -> None:
         """Time passes."""
-        for _ in range(max(1, int(duration_s / 0.25))):
-            self.world.advance(min(duration_s, 0.25))
+        self._let_pass(duration_s)
 
     @rule(
         loss=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
@@ -194,6 +193,25 @@ class Protocol(RuleBasedStateMachine):
         """Kill -9 of the NATS server: memory streams and their consumers are gone."""
         self.world.restart_bus(down_s)
 
+    @invariant()
+    def life_goes_on(self) -> None:
+        """Between any two of these things requests come, replicas are replaced and time passes, so that trouble meets
+        requests in every state. All of it follows from the seed of the world."""
+        world = self.world
+        unended = sum(client.outcome is None and not client.left for client in world.clients.values())
+        if unended < 5 and world.random.random() < 0.6:
+            prefills_s = [world.random.choice([0.0, 0.0, 0.3, 2.0, 4.0]) for _ in range(3)]
+            gateway = world.random.choice(self._alive("gateway"))
+            world.submit(gateway, totals=[world.random.choice([1, 5, 40, 100])], prefills_s=prefills_s)
+        serving = [replica for replica in self._alive("replica") if not replica.core._draining]
+        if len(serving) < 2 and world.random.random() < 0.3:
+            world.start_replica()
+        self._let_pass(world.random.choice([0.003, 0.03, 0.1, 0.25, 0.25, 1.0]))
+
+    def _let_pass(self, duration_s: float) -> None:
+        for _ in range(max(1, int(duration_s / 0.25))):
+            self.world.advance(min(duration_s, 0.25))
+
     def teardown(self) -> None:
         """First safety, then liveness."""
         if hasattr(self, "world"):
@@ -203,7 +221,7 @@ class Protocol(RuleBasedStateMachine):
 TestProtocol = Protocol.TestCase
 TestProtocol.settings = settings(
     max_examples=int(os.environ.get("PROTOCOL_EXAMPLES", "25")),
-    stateful_step_count=40,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
