@@ -8,10 +8,11 @@ The rules, in the order in which they bind:
 3. Free room is used first, on the device that it fits best. Otherwise others leave one device: idle before busy, then the
    least recently used; never pinned ones, never below ``min_replicas``, never one that is on its way, and nobody at all
    unless the newcomer then fits.
-4. An idle model may leave when it has been resident for ``residency_s_min`` or idle for ``idle_release_s``. A busy one stays
-   until the waiting model has waited ``minority_wait_s_max`` and its own residency has paid for the swap; then it is
-   drained, its new requests wait in the queue, and their wait is bounded by the same rule. With m models that all have
-   demand and room for one, nobody waits longer than minority_wait + m x (residency + drain + load).
+4. A residency has paid for its swap when it is longer than ``residency_s_min`` and than the observed load times of both
+   models. An idle model may leave when its residency has paid, or when it has been idle for ``idle_release_s``. A busy one
+   stays until its residency has paid and the waiting model has waited ``minority_wait_s_max``; then it is drained, its new
+   requests wait in the queue, and their wait is bounded by the same rule. With m models that all have demand and room for
+   one, nobody waits longer than minority_wait + m x (residency + drain + load).
 5. A model over that bound which still cannot be placed claims a device: nobody who has waited less may take room there.
 6. A load that fails backs off, doubling. While a model fails it may use free room, or evict what nobody has used for
    ``failing_victim_idle_s``: it can never evict healthy models again and again. Its clients are told at once.

@@ -219,12 +219,11 @@ class Planner:
             return False
         if model.failures:
             return not leaver.busy and leaver.idle_s >= settings.failing_victim_idle_s
-        if not leaver.busy:
-            return leaver.resident_s >= settings.residency_s_min or leaver.idle_s >= settings.idle_release_s
-        if not want.waits or want.wait_s < settings.minority_wait_s_max:
-            return False
         swap_s = max(model.load_s or 0.0, self._catalogue.model(model_hash).load_s or 0.0)
-        return leaver.resident_s >= max(settings.residency_s_min, swap_s)
+        paid = leaver.resident_s >= max(settings.residency_s_min, swap_s)
+        if not leaver.busy:
+            return paid or leaver.idle_s >= settings.idle_release_s
+        return paid and want.waits and want.wait_s >= settings.minority_wait_s_max
 
     def candidates(self, record: ModelRecord) -> list[Device]:
         """Usable devices that could hold the model if they were empty."""

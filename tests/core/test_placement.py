@@ -525,7 +525,12 @@ def test_a_busy_resident_stays_until_the_bound() -> None:
 
 
 def test_a_busy_resident_serves_at_least_as_long_as_the_swap_costs() -> None:
-    """A model that takes 20 s to load is not drained a few seconds after it became ready."""
+    """A model that takes 20 s to load is not drained a few seconds after it became ready, nor evicted in a short gap."""
+    bench = settled(A, B)
+    bench.core.catalogue.model(B.model_hash).load_s = 20.0
+    bench.report(listed("a", idle_s=0.5, state_s=10.0))
+    assert bench.demand(b=30.0) == []
+    assert len(sent(bench.tick(1.6))) == 1
     bench = settled(A, B)
     bench.core.catalogue.model(A.model_hash).load_s = 20.0
     bench.report(listed("a", running=1, idle_s=0.0, state_s=10.0))
