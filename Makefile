@@ -4,13 +4,14 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench mutation clean
 
 help:
 	@echo "make demo   two models make room for each other on this machine (real engines)"
 	@echo "make test   the tests"
 	@echo "make check  format, lint, types, import contracts"
 	@echo "make bench  gateway throughput and latency beside a bare echo server"
+	@echo "make mutation  are the tests of the cores any good? (half an hour; SEED=2 draws another sample)"
 	@echo "make clean  remove .venv and caches (converted weights in the user cache stay)"
 
 setup: $(STAMP)
@@ -37,6 +38,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN)/carpool bench gateway
+
+mutation: $(STAMP)
+	$(RUN)/python -m ops.mutation --seed $(or $(SEED),1)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
