@@ -1,0 +1,75 @@
+"""What the cores take and give are values: whoever keeps one, nobody can change it for the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+import pytest
+
+import broker.core
+import workers.core
+
+MODULES = [
+    importlib.import_module(found.name)
+    for package in (broker.core, workers.core)
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+]
+CLASSES = sorted(
+    {
+        found
+        for module in MODULES
+        for _, found in inspect.getmembers(module, inspect.isclass)
+        if found.__module__ == module.__name__
+    },
+    key=lambda found: (found.__module__, found.__qualname__),
+)
+DATA = [found for found in CLASSES if dataclasses.is_dataclass(found)]
+# What a core keeps and changes itself. Everything else is an event, a command, a setting or an answer.
+STATE = {
+    "_Cell",
+    "_Ingress",
+    "_Link",
+    "_Operation",
+    "_Queue",
+    "_Replica",
+    "_Sequence",
+    "_Taken",
+    "Choice",
+    "HeldRequest",
+    "LiveRequest",
+    "Model",
+    "Operation",
+    "Replica",
+    "Transaction",
+    "Unconfirmed",
+    "Victim",
+    "Worker",
+}
+
+
+def name_of(found: type) -> str:
+    """The name that a failed test shows."""
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+@pytest.mark.parametrize("data", DATA, ids=name_of)
+def test_values_are_frozen(data: Any) -> None:
+    """No field of an event, command, setting or answer can be assigned."""
+    assert data.__dataclass_params__.frozen is (data.__name__ not in STATE)
+
+
+@pytest.mark.parametrize("data", DATA, ids=name_of)
+def test_a_mistyped_field_is_an_error(data: Any) -> None:
+    """Slots: assigning a field that does not exist cannot go unnoticed, and a hundred thousand requests fit in memory."""
+    assert not any("__dict__" in vars(base) for base in data.__mro__)
+
+
+@pytest.mark.parametrize("states", [found for found in CLASSES if issubclass(found, enum.Enum)], ids=name_of)
+def test_states_are_distinct(states: type[enum.Enum]) -> None:
+    """No two names of a state mean the same state."""
+    assert list(states.__members__) == [state.name for state in states]
