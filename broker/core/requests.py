@@ -491,7 +491,7 @@ class RequestCore:
     @staticmethod
     def _refused_by_pool(model: PoolModel) -> Failed:
         if model.permanent:
-            return Failed(503, model.refusal, code="model_does_not_fit")
+            return Failed(503, model.refusal, code="model_cannot_fit")
         return Failed(503, model.refusal, code="model_unavailable", retry_after_s=model.retry_after_s or RETRY_AFTER_S)
 
     # ------------------------------------------------------------------------------------------------ replicas, states

@@ -255,8 +255,8 @@ TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     (G, LAST, None, ["deliver gw-1 0:0+2", "end gw-1 finished 2"]),
     *[(state, FIRST, state, UNWANTED) for state in (F, P, U, S)],
     # The pool says that waiting cannot help.
-    *[(state, NO_FIT, None, ["end gw-1 503 model_does_not_fit"]) for state in (F, P, U)],
-    (S, NO_FIT, None, ["delete 7@1", "end gw-1 503 model_does_not_fit"]),
+    *[(state, NO_FIT, None, ["end gw-1 503 model_cannot_fit"]) for state in (F, P, U)],
+    (S, NO_FIT, None, ["delete 7@1", "end gw-1 503 model_cannot_fit"]),
     (G, NO_FIT, G, []),
 ]
 
@@ -386,6 +386,16 @@ def test_deltas_pass_in_order_only() -> None:
     assert gateway.frames(delta(4, choice=1), delta(4, 0)) == []
     last = delta(4, 0, finish_reason="length", end=True, usage=USAGE)
     assert gateway.frames(last, last) == ["deliver gw-1 0:4+0", "end gw-1 finished 2", "cancel gw-1.1 at rep-a"]
+
+
+def test_a_failure_counts_only_from_the_holder_of_the_current_attempt() -> None:
+    """An engine that fails on an older attempt takes nothing from the one that runs."""
+    gateway = in_state(G)
+    sick = failure(FailureKind.SICK)
+    assert gateway.frames(sick, replica=OTHER) == ["cancel gw-1.1 at rep-b"]
+    old = delta(0, 0, attempt=0, end=True, failure=sick.failure)
+    assert gateway.frames(old) == ["cancel gw-1.0 at rep-a"]
+    assert gateway.core.state_of(R) is G
 
 
 def test_the_end_waits_for_every_choice() -> None:
