@@ -644,6 +644,8 @@ class OperationEnded(msgspec.Struct, frozen=True, kw_only=True, tag="operation-e
     replica: ReplicaId | None = None
     failure: str = ""
     took_s: float = 0.0
+    withdrawn: bool = False
+    """A later command took it back, so the failure is nobody's fault."""
 
 
 class ReplicaDied(msgspec.Struct, frozen=True, kw_only=True, tag="replica-died"):

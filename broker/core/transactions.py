@@ -291,7 +291,7 @@ class Transactions:
                 # An agent ends a load only when its process is gone, so its room is free already.
                 self._pool.load_failed(event.replica, event.failure)
                 transaction.replica = event.replica
-            self._failed(now_s, operation, event.failure, Fault.MODEL, out)
+            self._failed(now_s, operation, event.failure, Fault.PLACE if event.withdrawn else Fault.MODEL, out)
         elif operation.victim is None:
             self._loaded(now_s, transaction, event.replica, event.took_s)
         else:

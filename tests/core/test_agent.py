@@ -231,6 +231,7 @@ def ended(operation: str, replica: str | None, failure: str = "", took_s: float 
             replica=ReplicaId(replica) if replica else None,
             failure=failure,
             took_s=took_s,
+            withdrawn=failure == "unloaded before it was ready",
         )
     )
 

@@ -169,7 +169,9 @@ class Bench:
             out += self.step(Ticked(UNIX_S + self.now_s))
         return out
 
-    def ended(self, command: SchedulerCommand, failure: str = "", replica: str = "") -> list[SchedulerCommand]:
+    def ended(
+        self, command: SchedulerCommand, failure: str = "", replica: str = "", *, withdrawn: bool = False
+    ) -> list[SchedulerCommand]:
         """The agent ends the operation of a command."""
         assert isinstance(command, SendCommand)
         event = OperationEnded(
@@ -178,6 +180,7 @@ class Bench:
             replica=ReplicaId(replica) if replica else None,
             failure=failure,
             took_s=2.0,
+            withdrawn=withdrawn,
         )
         return self.step(OperationSeen(event))
 
@@ -467,6 +470,19 @@ def test_a_load_that_takes_too_long_is_a_failure() -> None:
     assert bench.core.transactions.running
     bench.tick(0.7)
     assert bench.core.catalogue.model(A.model_hash).failure == "no end after 310 s"
+
+
+def test_a_load_that_an_operator_took_back_is_no_failure() -> None:
+    """An unload while it loads ends the load; the model neither backs off nor is refused, and waiters load it again."""
+    bench = settled(A)
+    bench.report()
+    (load,) = sent(bench.demand(a=0.2))
+    bench.answer(load)
+    bench.ended(load, failure="unloaded before it was ready", replica="a-7-1-00000000aa", withdrawn=True)
+    assert bench.core.catalogue.model(A.model_hash).failures == 0
+    assert bench.refusal("a") == ""
+    bench.tick(1.5)
+    assert bench.core.transactions.running
 
 
 def test_loads_on_one_device_are_serial_and_parallel_on_two() -> None:

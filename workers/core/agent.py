@@ -694,7 +694,7 @@ class AgentCore:
                 )
             )
 
-    def _end(self, now_s: float, operation_id: OperationId, failure: str) -> None:
+    def _end(self, now_s: float, operation_id: OperationId, failure: str, *, withdrawn: bool = False) -> None:
         operation = self._operations[operation_id]
         assert operation.ended is None, "an operation ends once"
         operation.ended = OperationEnded(
@@ -703,6 +703,7 @@ class AgentCore:
             replica=operation.replica,
             failure=failure,
             took_s=now_s - operation.started_s,
+            withdrawn=withdrawn,
         )
         self._out.append(PublishEvent(event=operation.ended))
         self._remember_ended(operation_id)
@@ -715,7 +716,8 @@ class AgentCore:
     def _end_all(self, now_s: float, replica: _Replica, *, unload_failure: str) -> None:
         """Ends whatever waits for this replica, in the order load, drains, unloads."""
         if replica.load_operation is not None:
-            self._end(now_s, replica.load_operation, replica.failure or "unloaded before it was ready")
+            failure = replica.failure or "unloaded before it was ready"
+            self._end(now_s, replica.load_operation, failure, withdrawn=not replica.failure)
             replica.load_operation = None
         for operation_id in replica.drain_operations:
             self._end(now_s, operation_id, replica.failure or "unloaded before it had drained")
