@@ -8,7 +8,16 @@ from broker.core.planning import Outlook
 from broker.core.pool import Pool, Presence
 from broker.core.scheduler_events import PublishDigest, SchedulerSettings
 from subjects.ids import ReplicaId
-from subjects.messages import ModelRecord, PoolDigest, PoolModel, PoolReplica, ReplicaState, TimelineEntry
+from subjects.messages import (
+    Lane,
+    ModelRecord,
+    PoolDigest,
+    PoolModel,
+    PoolReplica,
+    ReplicaState,
+    SlaClass,
+    TimelineEntry,
+)
 
 
 class DigestBuilder:
@@ -85,6 +94,7 @@ class DigestBuilder:
             for replica in sorted(self._pool.replicas.values(), key=lambda r: r.replica)
             if not replica.dead
         )
+        demand = self._pool.demand(now_s)
         models = tuple(
             PoolModel(
                 model_hash=record.model_hash,
@@ -93,6 +103,7 @@ class DigestBuilder:
                 refusal=outlook.refusal,
                 retry_after_s=outlook.retry_after_s,
                 permanent=outlook.permanent,
+                waiting_queues=_in_order(demand[record.model_hash].queues) if record.model_hash in demand else (),
             )
             for name, (record, outlook) in outlooks.items()
         )
@@ -111,3 +122,7 @@ class DigestBuilder:
     def _state(self, replica: ReplicaId, state: ReplicaState) -> ReplicaState:
         leaves = replica in self._pool.leaving and state is ReplicaState.READY
         return ReplicaState.DRAINING if leaves else state
+
+
+def _in_order(queues: frozenset[tuple[SlaClass, Lane]]) -> tuple[tuple[SlaClass, Lane], ...]:
+    return tuple(sorted(queues, key=lambda queue: (queue[0].value, queue[1].value)))

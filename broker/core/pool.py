@@ -10,14 +10,14 @@ close to each other. While the bus, or this process, is paused nobody falls sile
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
 
 from broker.core.scheduler_events import SchedulerSettings
 from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId, base_name
-from subjects.messages import DeviceReport, IngressTelemetry, ReplicaReport, ReplicaState, WorkerSnapshot
+from subjects.messages import DeviceReport, IngressTelemetry, Lane, ReplicaReport, ReplicaState, SlaClass, WorkerSnapshot
 
 COMING = frozenset({ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING})
 """States on the way to ready: busy by definition, never evicted."""
@@ -87,6 +87,8 @@ class Demand:
     waiting: int = 0
     running: int = 0
     oldest_wait_s: float = 0.0
+    queues: frozenset[tuple[SlaClass, Lane]] = frozenset()
+    """Where tickets wait."""
 
     @property
     def any(self) -> bool:
@@ -374,9 +376,9 @@ class Pool:
             return False
         demand: dict[ModelHash, Demand] = {}
         for entry in telemetry.demand:
-            demand[entry.model_hash] = _sum(
-                demand.get(entry.model_hash, Demand()), Demand(entry.waiting, entry.running, entry.oldest_wait_s)
-            )
+            queues = frozenset({(entry.sla_class, entry.lane)}) if entry.waiting else frozenset()
+            here = Demand(entry.waiting, entry.running, entry.oldest_wait_s, queues)
+            demand[entry.model_hash] = _sum(demand.get(entry.model_hash, Demand()), here)
         self._ingresses[telemetry.ingress] = _Ingress(self._heard_s, now_s, telemetry.sequence, demand)
         before = old.demand if old is not None else {}
         return any(d.waiting and not before.get(model, Demand()).waiting for model, d in demand.items())
@@ -389,7 +391,7 @@ class Pool:
         for seen in self._ingresses.values():
             for model, demand in seen.demand.items():
                 age_s = now_s - seen.reported_s if demand.waiting else 0.0
-                aged = Demand(demand.waiting, demand.running, demand.oldest_wait_s + age_s if demand.waiting else 0.0)
+                aged = replace(demand, oldest_wait_s=demand.oldest_wait_s + age_s if demand.waiting else 0.0)
                 total[model] = _sum(total.get(model, Demand()), aged)
         return total
 
@@ -505,4 +507,9 @@ def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
 
 
 def _sum(one: Demand, other: Demand) -> Demand:
-    return Demand(one.waiting + other.waiting, one.running + other.running, max(one.oldest_wait_s, other.oldest_wait_s))
+    return Demand(
+        one.waiting + other.waiting,
+        one.running + other.running,
+        max(one.oldest_wait_s, other.oldest_wait_s),
+        one.queues | other.queues,
+    )

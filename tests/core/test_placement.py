@@ -863,6 +863,9 @@ def test_demand_is_summed_over_gateways_and_ages() -> None:
         bench.step(IngressReported(telemetry))
     demand = bench.core.pool.demand(bench.now_s + 2.0)[A.model_hash]
     assert (demand.waiting, demand.running, demand.oldest_wait_s) == (9, 4, 5.0)
+    bench.tick(1.0)
+    (model,) = bench.digest.models
+    assert model.waiting_queues == ((SlaClass.GOLD, Lane.LARGE), (SlaClass.SILVER, Lane.SMALL))
 
 
 # ------------------------------------------------------------------------------------------------------------ the digest
