@@ -837,7 +837,6 @@ class AgentCore:
             return
         replica.drained = True
         replica.drain_deadline_s = None
-        self._changed = True
         for operation_id in replica.drain_operations:
             self._end(now_s, operation_id, "")
         replica.drain_operations.clear()
@@ -847,7 +846,6 @@ class AgentCore:
     def _wind_up(self, now_s: float, replica: _Replica, *, gently: bool) -> None:
         """Ends a replica on purpose: a serving one is asked, one that holds no request yet is killed."""
         replica.ending = True
-        self._changed = True
         match replica.process:
             case Process.QUEUED:
                 self._gone(now_s, replica)

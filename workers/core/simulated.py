@@ -528,15 +528,14 @@ class SimulatedCore:
 
     def _grow(self, sequence: _Sequence) -> bool:
         """Takes the pages of the next tokens; False when ``sequence`` itself had to give way."""
-        missing = self._pages(self._tokens_wanted(sequence)) - sequence.pages
+        missing = max(0, self._pages(self._tokens_wanted(sequence)) - sequence.pages)
         while missing > self.kv_pages_free:
             youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        if missing > 0:
-            self._pages_used += missing
-            sequence.pages += missing
+        self._pages_used += missing
+        sequence.pages += missing
         return True
 
     def _preempt(self, sequence: _Sequence) -> None:
