@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -304,8 +305,12 @@ def _summary(outcomes: list[Outcome], seed: int, sites: int, seconds: float) -> 
 
 
 def run(seed: int, count: int, seconds_max: float) -> Summary:
-    """Draws, tests and sums up; what is not begun within ``seconds_max`` is left out (the order is random)."""
+    """Draws, tests and sums up. What has not begun within ``seconds_max``, or before a first SIGTERM or Ctrl-C, is left out:
+    the order is random, so what was tested is still a fair sample."""
     began = time.monotonic()
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
     os.nice(NICE)
     with tempfile.TemporaryDirectory(prefix="carpool-mutation-") as scratch:
         trees = [_copy_tree(Path(scratch, f"tree-{number}")) for number in range(WORKERS)]
@@ -319,14 +324,16 @@ def run(seed: int, count: int, seconds_max: float) -> Summary:
             free.put(tree)
 
         def one(mutant: Mutant) -> Outcome | None:
-            if time.monotonic() - began > seconds_max:
+            if stopped.is_set() or time.monotonic() - began > seconds_max:
                 return None
             tree = free.get()
             try:
                 outcome = _test(tree, mutant, reach)
             finally:
                 free.put(tree)
-            print(f"{outcome.verdict:9} {mutant.path}:{mutant.line} {mutant.operator}", flush=True)
+            survived = outcome.verdict in ("survived", "unreached")
+            diff = f"\n{outcome.diff}" if survived else ""
+            print(f"{outcome.verdict:9} {mutant.path}:{mutant.line} {mutant.operator}{diff}", flush=True)
             return outcome
 
         with ThreadPoolExecutor(WORKERS) as pool:
