@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import NewType
+from typing import Annotated, NewType
+
+from msgspec import Meta
+
+# Ids that a receiver makes a subject of are checked where a message is decoded: its answer goes to them, and one that is no
+# token would break whoever tried. ``$`` alone also matches before a newline at the end.
+_Token = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
+_Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
 
 RequestId = NewType("RequestId", str)
 """``<ingress>-<counter>``: unique across restarts because the ingress id is."""
-IngressId = NewType("IngressId", str)
+IngressId = NewType("IngressId", _Token)
 """A gateway process: name plus incarnation."""
-ReplicaId = NewType("ReplicaId", str)
+ReplicaId = NewType("ReplicaId", _Token)
 """An engine process with one model: name plus incarnation."""
-WorkerId = NewType("WorkerId", str)
+WorkerId = NewType("WorkerId", _Token)
 """A worker agent process: name plus incarnation."""
 DeviceId = NewType("DeviceId", str)
 """A device of one worker, for example ``cpu0`` or ``gpu3``; unique within its worker."""
 OperationId = NewType("OperationId", str)
 """One scale-action step; an agent applies each id at most once."""
-ModelHash = NewType("ModelHash", str)
+ModelHash = NewType("ModelHash", _Sha256)
 """SHA-256 in 64 hex digits over weights, config, tokenizer and chat template (PRO-3)."""
 ModelKey = NewType("ModelKey", str)
 """The first 16 hex digits of a model hash: the form used in subjects."""

@@ -6,6 +6,7 @@ a time, so what an older peer sends must be understood. ``python -m tests.wire.g
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import zlib
@@ -48,6 +49,10 @@ def _value(info: msgspec.inspect.Type, name: str) -> Any:
             return seed % 100_000 + 1
         case msgspec.inspect.FloatType():
             return seed % 100_000 / 8 + 0.125
+        case msgspec.inspect.StrType(pattern=str(pattern)):
+            return (
+                hashlib.sha256(name.encode()).hexdigest() if "{64}" in pattern else f"{name.replace('.', '-')}-{seed % 1000}"
+            )
         case msgspec.inspect.StrType():
             return f"{name}-{seed % 1000}"
         case msgspec.inspect.BytesType():

@@ -191,6 +191,36 @@ def test_hostile_bytes_are_a_decode_error(case: str) -> None:
     assert time.monotonic() - started_s < 10
 
 
+NO_TOKENS = ("", "a b", "a.b", "*", ">", "a\r\nPUB b 0", "a\n", "../a", "\u00e4", "a" * 65)
+ADDRESSES = ("ingress", "replica", "worker", "source", "target", "model_hash")
+
+
+def addresses(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where in a message somebody is named to whom its receiver will send."""
+    if isinstance(value, list):
+        return [found for index, item in enumerate(value) for found in addresses(item, (*path, index))]
+    if not isinstance(value, dict):
+        return []
+    named = [(*path, key) for key in value if key in ADDRESSES and isinstance(value[key], str)]
+    return named + [found for key, item in value.items() for found in addresses(item, (*path, key))]
+
+
+@pytest.mark.parametrize("name", sorted(FROZEN))
+def test_an_id_that_is_no_subject_token_is_a_decode_error(name: str) -> None:
+    """The receiver would make a subject of it and break: one such ticket ended every replica that pulled it."""
+    places = [path for path in addresses(raw(FROZEN[name])) if path[-1] != "source" or name == "MigrateKv"]  # else a folder
+    assert places or name not in ("Claim", "Frames", "Held", "IngressTelemetry", "Ticket", "WorkerBeat", "WorkerSnapshot")
+    for *way, last in places:
+        for text in NO_TOKENS:
+            message = raw(FROZEN[name])
+            holder = message
+            for step in way:
+                holder = holder[step]
+            holder[last] = text
+            with pytest.raises(DecodeError):
+                codec.decode(msgspec.msgpack.encode(message), KINDS[name])
+
+
 @pytest.mark.parametrize("name", sorted(FROZEN))
 def test_a_cut_message_is_a_decode_error(name: str) -> None:
     """At every byte."""
