@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ops.joined import bus_urls
 from subjects import codec, names
 from subjects.errors import CarpoolError, NoResponders, RequestTimeout
 from subjects.messages import ControlReply, ControlRequest
@@ -21,7 +22,7 @@ async def control(nats_url: str, verb: str, argument: object, *, timeout_s: floa
     """
     from subjects.nats_bus import NatsBus
 
-    bus = await NatsBus.connect([nats_url], name="carpool-cli")
+    bus = await NatsBus.connect(bus_urls(nats_url), name="carpool-cli")
     try:
         payload = codec.encode(ControlRequest(argument=msgspec.json.encode(argument)))
         try:

@@ -200,9 +200,10 @@ class Pool:
         """Starts everything and returns when the endpoint answers.
 
         Raises:
-            ConfigError: a given port is taken, or another pool runs in the same state directory.
+            ConfigError: a given port is taken, a given server cannot serve, or another pool runs in the same directory.
             CarpoolError: a part does not come up; the message ends with the tail of its log.
         """
+        from ops.joined import check_nats
         from ops.servers import nats_server_argv, valkey_server_argv
 
         options = self._options
@@ -222,6 +223,8 @@ class Pool:
             )
             nats_url = f"nats://127.0.0.1:{port}"
             await self._until("nats", lambda: _listens("127.0.0.1", port))
+        else:
+            await check_nats(nats_url)
         redis_url = options.redis_url
         if not redis_url:
             port = self._port("--redis-port", options.redis_port)
