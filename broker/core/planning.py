@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from broker.core.catalogue import Catalogue, DeviceKey, Model
 from broker.core.describe import bytes_text, describe_need, seconds_text
 from broker.core.pool import Demand, Device, Pool, Presence, Replica
-from broker.core.scheduler_events import Means, NoPlacement, Placement, SchedulerSettings
+from broker.core.scheduler_events import Placement, SchedulerSettings
 from broker.core.transactions import Stage, Transactions
 from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, ReplicaState
@@ -132,7 +132,7 @@ class Planner:
             return None
         _, device, room = min(free, key=lambda entry: entry[0])
         reason = f"{want.why}; free room, {bytes_text(room)} stay free"
-        return Placement(record.model_hash, *device.key, (), Means.FREE_ROOM, reason)
+        return Placement(*device.key, (), reason)
 
     def by_eviction(self, now_s: float, want: Want, claimed: set[DeviceKey]) -> Placement | None:
         """The device where the least is lost by making room."""
@@ -153,8 +153,7 @@ class Planner:
         names = ", ".join(self._catalogue.name(victim.report.model_hash) for victim in victims)
         bound = f", over the bound of {self._settings.minority_wait_s_max:g} s" if busy else ""
         reason = f"{want.why}{bound}; {names} {'leave' if len(victims) > 1 else 'leaves'}"
-        means = Means.BUSY_DRAINED if busy else Means.IDLE_LEFT
-        return Placement(record.model_hash, *device.key, tuple(victim.replica for victim in victims), means, reason)
+        return Placement(*device.key, tuple(victim.replica for victim in victims), reason)
 
     def claim(self, want: Want, claimed: set[DeviceKey]) -> DeviceKey | None:
         """The device where ``want`` will most likely get its room: of those it can have, the one with the most to free."""
@@ -321,7 +320,7 @@ class Planner:
             return Outlook(estimated_wait_s=self._coming_wait_s(now_s, record.model_hash, load_s))
         refusal = self._infeasible(now_s, record)
         if refusal is not None:
-            return Outlook(0.0, refusal.reason, refusal.retry_after_s, refusal.permanent)
+            return refusal
         if model.failures and model.retry_s > now_s:
             pause_s = model.retry_s - now_s
             text = f"loading failed {_times(model.failures)}, next try in {pause_s:.0f} s: {model.failure}"
@@ -353,19 +352,19 @@ class Planner:
                 return 0.0
         return self._settings.minority_wait_s_max
 
-    def _infeasible(self, now_s: float, record: ModelRecord) -> NoPlacement | None:
+    def _infeasible(self, now_s: float, record: ModelRecord) -> Outlook | None:
         """Why no patience helps: no worker for it, too big for every device, or the room is held by what must stay."""
         known = [device for device in self._pool.devices(usable=False) if _runs(device, record)]
         if not any(device.worker.presence is not Presence.DEAD for device in known):
             since_s = self._no_worker_since_s.setdefault(record.model_hash, now_s)
             if now_s - since_s < self._settings.worker_missing_s:
                 return None
-            return NoPlacement(f"no connected worker runs the engine {record.engine_type.value}", retry_after_s=5)
+            return Outlook(refusal=f"no connected worker runs the engine {record.engine_type.value}", retry_after_s=5)
         self._no_worker_since_s.pop(record.model_hash, None)
         largest_bytes = max(device.report.memory_bytes for device in known)
         if largest_bytes < record.budget_bytes:
             text = f"needs {describe_need(record).text}, largest device has {bytes_text(largest_bytes)}"
-            return NoPlacement(text, permanent=True)
+            return Outlook(refusal=text, permanent=True)
         candidates = self.candidates(record)
         blocked = [
             device for device in candidates if self._held_bytes(device) + record.budget_bytes > device.report.memory_bytes
@@ -379,7 +378,7 @@ class Planner:
             if self._holds(model_hash)
         }
         text = f"no capacity, pinned: needs {describe_need(record).text}; pinned models or minimum replicas hold the room"
-        return NoPlacement(f"{text} ({', '.join(sorted(holders))})", retry_after_s=30)
+        return Outlook(refusal=f"{text} ({', '.join(sorted(holders))})", retry_after_s=30)
 
 
 def _runs(device: Device, record: ModelRecord) -> bool:

@@ -6,9 +6,8 @@ Events are in the past tense, commands in the imperative. All durations are seco
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandReply,
@@ -260,30 +259,11 @@ SchedulerCommand = SendCommand | PublishDigest | RaiseAlert | Resign
 # ------------------------------------------------------------------------------------------------------------- decisions
 
 
-class Means(Enum):
-    """How a model gets its room."""
-
-    FREE_ROOM = "free room"
-    IDLE_LEFT = "idle models leave"
-    BUSY_DRAINED = "busy models are drained"
-
-
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a model goes and who leaves for it (empty in free room)."""
 
-    model_hash: ModelHash
     worker: WorkerId
     device: DeviceId
     victims: tuple[ReplicaId, ...]
-    means: Means
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class NoPlacement:
-    """Why a model cannot be placed now. ``permanent``: no device that we know could ever hold it."""
-
-    reason: str
-    permanent: bool = False
-    retry_after_s: int = 0
