@@ -16,7 +16,10 @@ def configure(part: str) -> None:
     level = logging.getLevelNamesMapping().get(os.environ.get(LEVEL_VARIABLE, "info").upper(), logging.INFO)
     on_terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if on_terminal else structlog.processors.JSONRenderer()
+        # Plain tracebacks: the pretty ones show the values of local variables, and those may be prompts and answers.
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        if on_terminal
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[

@@ -19,6 +19,11 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+_FRAMES_TOLD_MAX = 4
+
 
 class CarpoolError(Exception):
     """Base of all errors of this project."""
@@ -97,3 +102,13 @@ class ApiError(CarpoolError):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+
+
+def place_of(error: BaseException) -> str:
+    """``KeyError at pool.py:88 < placement.py:120``: what may be logged of an error that nobody foresaw.
+
+    Its text is left out, since it may quote a prompt, an answer or a key.
+    """
+    frames = [f"{Path(frame.f_code.co_filename).name}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
+    where = " < ".join(reversed(frames[-_FRAMES_TOLD_MAX:]))
+    return f"{type(error).__name__} at {where}" if where else type(error).__name__

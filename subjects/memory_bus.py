@@ -16,7 +16,15 @@ from subjects.bus import (
     QueuedTicket,
     Stored,
 )
-from subjects.errors import BusError, BusUnavailable, NoResponders, PayloadTooLarge, QueueMissing, RequestTimeout
+from subjects.errors import (
+    BusError,
+    BusUnavailable,
+    NoResponders,
+    PayloadTooLarge,
+    QueueMissing,
+    RequestTimeout,
+    place_of,
+)
 from subjects.ids import ModelKey
 from subjects.memory_hub import HubSubscription, MemoryHub
 from subjects.memory_queue import PullRequest, Timer
@@ -121,9 +129,9 @@ class MemoryBus:
     def _guarded(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:
+        except Exception as error:
             self.handler_errors += 1
-            log.exception("a handler of bus messages failed", failures=self.handler_errors)
+            log.error("a handler of bus messages failed", error=place_of(error), failures=self.handler_errors)
 
     # ---- core messages
 

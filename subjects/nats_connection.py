@@ -27,7 +27,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.aio.transport import TcpTransport
 from nats.errors import Error as NatsError
 
-from subjects.errors import BusError, BusUnavailable, NoResponders, PayloadTooLarge, RequestTimeout
+from subjects.errors import BusError, BusUnavailable, NoResponders, PayloadTooLarge, RequestTimeout, place_of
 from subjects.tasks import end_tasks
 
 PING_INTERVAL_S: Final = 1
@@ -119,9 +119,9 @@ class _Client(Client):
         try:
             parsed = await self._process_headers(headers) if headers else None
             handler(Inbound(subject.decode(), reply.decode(), data, parsed))
-        except Exception:
+        except Exception as error:
             self.handler_errors += 1
-            log.exception("a handler of bus messages failed", failures=self.handler_errors)
+            log.error("a handler of bus messages failed", error=place_of(error), failures=self.handler_errors)
 
     def abort(self) -> None:
         """Drops the socket."""
@@ -336,9 +336,9 @@ class Connection:
         for callback in list(callbacks):
             try:
                 callback()
-            except Exception:
+            except Exception as error:
                 self._client.handler_errors += 1
-                log.exception("a callback of the bus connection failed")
+                log.error("a callback of the bus connection failed", error=place_of(error))
 
     async def close(self) -> None:
         """Sends what waits and closes; calling again does nothing."""

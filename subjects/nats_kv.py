@@ -15,9 +15,10 @@ from typing import Any, Final
 import structlog
 
 from subjects.bus import KvEntry
-from subjects.errors import BusError, QueueMissing, RequestTimeout, WrongRevision
+from subjects.errors import BusError, QueueMissing, RequestTimeout, WrongRevision, place_of
 from subjects.nats_connection import Connection, Headers, Inbound
 from subjects.nats_jetstream import EXPECTED_LAST_SUBJECT_SEQUENCE, NANOSECONDS, JetStream, kept_stream
+from subjects.tasks import end_tasks
 
 HEARTBEAT_S: Final = 1.0
 SILENCE_S_MAX: Final = 3.5
@@ -158,9 +159,8 @@ class KvWatch:
 
     async def stop(self) -> None:
         """Ends it; calling again does nothing."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None:
+            await end_tasks({self._task})
 
     async def snapshot(self) -> None:
         """Hands on what is there now, then ends."""
@@ -173,6 +173,8 @@ class KvWatch:
                     await self._one_consumer(only_snapshot=False)
             except BusError as error:
                 log.debug("watch starts again", bucket=self._bucket, reason=str(error))
+            except Exception as error:  # an ended watch would leave its owner with old values for ever
+                log.error("watch failed and starts again", bucket=self._bucket, error=place_of(error))
             await asyncio.sleep(RETRY_S)
 
     async def _one_consumer(self, *, only_snapshot: bool) -> None:
@@ -258,5 +260,5 @@ class KvWatch:
     def _tell(self, key: str, entry: KvEntry | None) -> None:
         try:
             self._handler(key, entry)
-        except Exception:
-            log.exception("a watcher failed", bucket=self._bucket, key=key)
+        except Exception as error:
+            log.error("a watcher failed", bucket=self._bucket, key=key, error=place_of(error))
