@@ -54,7 +54,7 @@ from profiles.features import OutputLengths, RequestContext, build_profile, pars
 from subjects import names
 from subjects.bus import Bus, BusMessage, KvEntry, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import ApiError, BusError, DecodeError
+from subjects.errors import ApiError, BusError, DecodeError, place_of
 from subjects.ids import IngressId, RequestId, incarnated
 from subjects.messages import (
     IngressTelemetry,
@@ -63,7 +63,7 @@ from subjects.messages import (
     RequestProfile,
     Usage,
 )
-from subjects.tasks import end_tasks
+from subjects.tasks import Tasks
 
 TELEMETRY_EVERY_S = 0.1
 BUS_LOST_S_MAX = 2.0
@@ -130,7 +130,10 @@ class Gateway:
         self._idle = asyncio.Event()
         self._telemetry_now = asyncio.Event()
         self._bus_back = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loops = Tasks(self.broke)
+        self._resubmits = Tasks(self.broke)
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when a part of the gateway ended that must not: the process should end too, and be started again."""
         self._subscriptions: list[Subscription] = []
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
 
@@ -141,8 +144,7 @@ class Gateway:
         self._bus.on_reconnected(self._bus_back.set)
         await self._shell.start()
         self._subscriptions.append(await self._bus.subscribe(names.POOL, self._on_digest))
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._read_registry()), loop.create_task(self._send_telemetry())]
+        self._loops.spawn(self._read_registry(), self._send_telemetry())
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits for the running ones; those still there after ``timeout_s`` end with an error."""
@@ -159,7 +161,9 @@ class Gateway:
 
     async def stop(self) -> None:
         """Ends all tasks; the bus is the caller's."""
-        await end_tasks(list(self._tasks))
+        self._draining = True
+        await self._resubmits.end()
+        await self._loops.end()
         for subscription in self._subscriptions:
             await subscription.stop()
         await self._shell.stop()
@@ -455,6 +459,12 @@ class Gateway:
         """A message could not be decoded and was dropped (PAINS O2)."""
         self.metrics.discarded.labels(kind).inc()
 
+    def broke(self, error: BaseException) -> None:
+        """A part that must run as long as the gateway has ended."""
+        log.error("a part of the gateway failed", error=place_of(error))
+        if not self.broken.done():
+            self.broken.set_result(None)
+
     def _count_end(self, live: _Live, status: str) -> None:
         name = live.view.record.name
         self.metrics.requests.labels(name, status, live.ask.way).inc()
@@ -484,26 +494,32 @@ class Gateway:
         other = self._fallback_of(live.view)
         if other is None:
             return False
-        task = asyncio.get_running_loop().create_task(self._resubmit(live, other, failed))
-        self._tasks.append(task)
-        task.add_done_callback(self._tasks.remove)
+        self._resubmits.spawn(self._resubmit(live, other, failed))
         return True
 
     async def _resubmit(self, live: _Live, other: ModelView, failed: CoreFailed) -> None:
+        """Belongs to no core while it runs, so every way out of it but an admission ends the exchange."""
         now_s = time.monotonic()
         exchange = live.exchange
+        admitted = False
         try:
             profile = await self._profile(live.ask, live.body, other.record, live.arrived_s)
-            if exchange.left:
+            if exchange.left or self._draining:
                 return
             request = self._next_request()
             exchange.degrade(other.record.name, live.view.record.name, partial(self._client_left, request))
             wait_until_s = min(live.deadline_s, now_s + other.record.max_wait_s)
             again = _Live(exchange, live.ask, live.body, other, profile, live.arrived_s, wait_until_s, live.deadline_s)
             self._admit(request, again)
+            admitted = True
         except ApiError:
-            self._count_end(live, str(failed.status))
-            exchange.close(Failed(_core_error(failed)))
+            pass  # The client hears why its own model did not answer.
+        except Exception as error:
+            log.error("a request could not be given to its fallback", error=place_of(error))
+        finally:
+            if not admitted:
+                self._count_end(live, "499" if exchange.left else str(failed.status))
+                exchange.close(Failed(_core_error(failed)))
 
     # -------------------------------------------------------------------------------------------- registry and digest
 

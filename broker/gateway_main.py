@@ -40,7 +40,9 @@ class GatewayConfig:
 
 
 async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code. ``on_ready`` gets the base URL once connections are accepted.
+    """Serves until SIGTERM or SIGINT, or until a part of it fails; returns the exit code.
+
+    ``on_ready`` gets the base URL once connections are accepted.
 
     Raises:
         ConfigError: one line with the flag and the remedy.
@@ -70,10 +72,13 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
         log.info("gateway listens", url=server.url, ingress=gateway.ingress, keys=keys is not None)
         if on_ready is not None:
             on_ready(server.url)
+        gateway.broken.add_done_callback(lambda _: stop.set())
         await stop.wait()
         started_s = time.monotonic()
-        log.info("gateway goes down; running requests may finish", within_s=config.shutdown_s)
+        # A gateway with a part missing cannot finish what runs: its clients are told so, and may ask again.
+        shutdown_s = 0.0 if gateway.broken.done() else config.shutdown_s
+        log.info("gateway goes down; running requests may finish", within_s=shutdown_s)
         await ingress.stop_taking()
-        await gateway.drain(config.shutdown_s)
+        await gateway.drain(shutdown_s)
     log.info("gateway is down", took_s=round(time.monotonic() - started_s, 1))
-    return 0
+    return 1 if gateway.broken.done() else 0

@@ -8,7 +8,6 @@ while the request is queued, while its model wakes, and during the answer, strea
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import CONTENT_TYPE
 from broker.http_keys import ANYONE, ApiKeys, Caller
 from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, WholeAnswer, as_events, error_body, error_event
-from subjects.errors import ApiError
+from subjects.errors import ApiError, place_of
 from subjects.messages import Endpoint
 
 if TYPE_CHECKING:
@@ -128,8 +127,7 @@ class HttpApp:
             await _send_error(send, error)
             return
         except Exception as error:
-            # Never the message of an unforeseen error: it may quote the prompt.
-            log.error("a request could not be opened", error=type(error).__name__, where=_where(error))
+            log.error("a request could not be opened", error=place_of(error))
             await _send_error(send, _internal_error())
             return
         watch.follow(exchange)
@@ -361,12 +359,6 @@ def _method_not_allowed() -> ApiError:
 
 def _internal_error() -> ApiError:
     return ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
-
-
-def _where(error: Exception) -> str:
-    """File and line where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename}:{last.lineno}"
 
 
 def _about(exchange: Exchange) -> Headers:

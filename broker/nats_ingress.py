@@ -12,7 +12,7 @@ from broker.openai_answers import ChunkWriter, WholeAnswer, error_body
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import ApiError, BusError, DecodeError, PayloadTooLarge
+from subjects.errors import ApiError, BusError, DecodeError, PayloadTooLarge, place_of
 from subjects.ids import Tenant
 from subjects.messages import Delta, InferFrame, InferRequest
 from subjects.tasks import end_tasks
@@ -94,6 +94,11 @@ class NatsIngress:
             await answer.fail(error)
         except BusError as error:
             log.debug("an answer over NATS was cut off", error=str(error))
+        except Exception as error:
+            log.error("a request over NATS failed", error=place_of(error))
+            await answer.fail(
+                ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
+            )
         finally:
             # Core NATS does not tell when a requester is gone; its request is bounded by its deadline.
             if exchange is not None:

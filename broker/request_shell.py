@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, assert_never
+from collections.abc import Sequence
+from typing import Protocol, assert_never
 
 import structlog
 
@@ -40,10 +40,19 @@ from broker.core.requests import RequestCore
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import BusError, BusUnavailable, DecodeError, PayloadTooLarge, QueueFull, QueueMissing, RequestTimeout
+from subjects.errors import (
+    BusError,
+    BusUnavailable,
+    DecodeError,
+    PayloadTooLarge,
+    QueueFull,
+    QueueMissing,
+    RequestTimeout,
+    place_of,
+)
 from subjects.ids import IngressId, ModelKey, model_key
 from subjects.messages import Claim, Frames, ModelDemand, OfferReply
-from subjects.tasks import end_tasks
+from subjects.tasks import Tasks
 
 ROUND_TRIP_EVERY_S = 0.2
 ROUND_TRIP_TIMEOUT_S = 1.0
@@ -73,6 +82,9 @@ class RequestSink(Protocol):
     def discarded(self, kind: str) -> None:
         """A message could not be decoded and was dropped."""
 
+    def broke(self, error: BaseException) -> None:
+        """A part that must run as long as the shell has ended: nothing works as it should from here on."""
+
 
 class RequestShell:
     """Connects one :class:`RequestCore` to one bus."""
@@ -87,7 +99,9 @@ class RequestShell:
         self._stepping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._loops = Tasks(sink.broke)
+        self._tasks = Tasks(lambda error: log.error("a task of the gateway failed", error=place_of(error)))
+        self._ensuring_queue = False
         self._outbox: deque[tuple[str, bytes]] = deque()
         self._outbox_filled = asyncio.Event()
         self._replies: dict[int, str] = {}
@@ -113,10 +127,8 @@ class RequestShell:
             await self._bus.subscribe(names.out(self._ingress), self._on_frames),
         ]
         self._bus.on_reconnected(self._on_reconnected)
-        self._spawn(self._send_outbox())
-        self._spawn(self._ensure_queue())
-        self._spawn(self._check_round_trip())
-        self._spawn(self._check_queues())
+        self._loops.spawn(self._send_outbox(), self._check_round_trip(), self._check_queues())
+        self._tasks.spawn(self._ensure_queue())
 
     async def stop(self) -> None:
         """Forgets everything that runs here."""
@@ -125,7 +137,8 @@ class RequestShell:
             self._timer.cancel()
         for subscription in self._subscriptions:
             await subscription.stop()
-        await end_tasks(list(self._tasks))
+        await self._loops.end()
+        await self._tasks.end()
 
     def step(self, event: RequestEvent) -> None:
         """Tells the core and does what it asks for. A call from inside a step waits for that step's end."""
@@ -154,13 +167,13 @@ class RequestShell:
                 if reply:
                     self._post(reply, encode(command.reply))
             case PublishTicket():
-                self._spawn(self._publish(command))
+                self._tasks.spawn(self._publish(command))
             case OfferTicket():
-                self._spawn(self._offer(command))
+                self._tasks.spawn(self._offer(command))
             case DeleteTicket():
-                self._spawn(self._delete(command))
+                self._tasks.spawn(self._delete(command))
             case EnsureQueue():
-                self._spawn(self._ensure_queue())
+                self._tasks.spawn(self._ensure_queue())
             case RecordGrant():
                 self._sink.granted(command)
             case RecordRestart():
@@ -231,16 +244,21 @@ class RequestShell:
             log.debug("a ticket was not deleted; its claim will be refused", error=str(error))
 
     async def _ensure_queue(self) -> None:
-        while True:
-            try:
-                await self._bus.ensure_queue()
-            except BusUnavailable:
-                pass
-            except BusError as error:
-                log.warning("the work-queue could not be created", error=str(error))
-            else:
-                return
-            await asyncio.sleep(BUS_RETRY_S)
+        if self._ensuring_queue:
+            return  # Every ticket that finds no queue asks for one.
+        self._ensuring_queue = True
+        try:
+            while True:
+                try:
+                    await self._bus.ensure_queue()
+                    return
+                except BusUnavailable:
+                    pass
+                except BusError as error:
+                    log.warning("the work-queue could not be created", error=str(error))
+                await asyncio.sleep(BUS_RETRY_S)
+        finally:
+            self._ensuring_queue = False
 
     # -------------------------------------------------------------------------------------------------------- events in
 
@@ -266,7 +284,7 @@ class RequestShell:
 
     def _on_reconnected(self) -> None:
         self.step(BusReconnected())
-        self._spawn(self._ensure_queue())
+        self._tasks.spawn(self._ensure_queue())
 
     async def _check_round_trip(self) -> None:
         while True:
@@ -314,16 +332,3 @@ class RequestShell:
     def _tick(self) -> None:
         self._timer = None
         self.step(Ticked())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._stopped:
-            work.close()
-            return
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a task of the gateway failed", error=repr(task.exception()))

@@ -147,3 +147,16 @@ async def test_a_reply_to_another_tenants_inbox_is_refused(pool: Pool) -> None:
     counter = 'carpool_messages_discarded_total{kind="infer-reply"}'
     await until(lambda: f"{counter} {len(replies)}.0" in pool.gateway.metrics.text().decode(), "all are counted")
     assert pool.tickets == [] and [message for message in seen if message.subject != names.POOL] == []
+
+
+async def test_an_unforeseen_error_is_answered(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits in vain for an answer because of a mistake of ours, and the answer quotes nothing of it."""
+
+    async def fails(ask: Any) -> Any:
+        raise KeyError("my secret prompt")
+
+    monkeypatch.setattr(pool.gateway, "open", fails)
+    (frame,) = await infer(pool, InferRequest(endpoint=Endpoint.CHAT, body=b"{}"))
+    assert frame.status == 500
+    assert json.loads(frame.body)["error"]["code"] == "internal_error"
+    assert b"secret" not in frame.body

@@ -172,6 +172,25 @@ async def test_a_model_degrades_to_its_fallback(pool: Pool) -> None:
     assert (at_once.status_code, at_once.headers["x-carpool-degraded-from"]) == (200, large.name)
 
 
+async def test_a_fallback_that_fails_in_an_unforeseen_way_ends_the_request(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request between two models belongs to nobody's core: it ends all the same, with the first model's refusal."""
+    small = record()
+    large = record(fallback=small.name, max_wait_s=0.3)
+    await pool.register(small, large)
+    profile = pool.gateway._profile
+
+    async def fails_for_small(ask: Any, body: Any, model: Any, arrived_s: float) -> Any:
+        if model.name == small.name:
+            raise KeyError(model.name)
+        return await profile(ask, body, model, arrived_s)
+
+    monkeypatch.setattr(pool.gateway, "_profile", fails_for_small)
+    response = await pool.chat(large.name)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_capacity")
+
+
 @pytest.mark.parametrize(("permanent", "retry_after_s"), [(True, 600), (False, 7)])
 async def test_what_cannot_come_up_fails_at_once(pool: Pool, permanent: bool, retry_after_s: int) -> None:
     """A model that never fits, or whose loads fail, is 503 with the reason, for new and for waiting requests (B8, B9)."""
