@@ -9,7 +9,7 @@ bucket as ``pin.<name>``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -18,9 +18,10 @@ import structlog
 from profiles.registry import Registry
 from subjects.bus import Bus, KvEntry, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import BusError, DecodeError, WrongRevision
+from subjects.errors import BusError, DecodeError, WrongRevision, place_of
 from subjects.messages import ModelRecord
 from subjects.names import LOCKS_BUCKET, MODELS_BUCKET
+from subjects.tasks import Tasks
 
 RETRY_S = 0.5
 _PINNED, _UNPINNED = b"pinned", b"unpinned"
@@ -50,7 +51,9 @@ class RegistrySync:
         self._on_removed = on_removed
         self._on_pinned = on_pinned
         self._watches: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(lambda error: log.error("a task of the registry failed", error=place_of(error)))
+        self._writing = asyncio.Lock()
+        """One verb at a time: each reads what is stored before it writes."""
         self.records: dict[str, ModelRecord] = {}
         self.pins: dict[str, bool] = {}
 
@@ -65,16 +68,18 @@ class RegistrySync:
                 return
             except BusError as error:
                 log.debug("the registry cannot be read yet", reason=str(error))
-                await self.stop()
+                await self._unwatch()
                 await asyncio.sleep(RETRY_S)
 
     async def stop(self) -> None:
         """Follows no more."""
+        await self._unwatch()
+        await self._tasks.end()
+
+    async def _unwatch(self) -> None:
         for watch in self._watches:
             await watch.stop()
         self._watches.clear()
-        for task in self._tasks:
-            task.cancel()
 
     async def _load(self) -> None:
         mirrored = await asyncio.to_thread(self._registry.list)
@@ -105,13 +110,13 @@ class RegistrySync:
     def _model_changed(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
             if key in self.records:
-                self._spawn(self._disappeared(key))
+                self._tasks.spawn(self._disappeared(key))
             return
         record = _record(entry)
         if record is not None and record != self.records.get(record.name):
             self.records[record.name] = record
             self._on_applied(record)
-            self._spawn(asyncio.to_thread(self._registry.put, record))
+            self._tasks.spawn(asyncio.to_thread(self._registry.put, record))
 
     async def _disappeared(self, name: str) -> None:
         while name in self.records:
@@ -143,7 +148,7 @@ class RegistrySync:
         if entry is None:
             # Pins are set and changed, never removed: the store was lost.
             if self._leads() and name in self.pins:
-                self._spawn(self._put_pin(name, self.pins[name]))
+                self._tasks.spawn(self._put_pin(name, self.pins[name]))
             return
         pinned = entry.value == _PINNED
         if self.pins.get(name) is not pinned:
@@ -162,16 +167,17 @@ class RegistrySync:
         Raises:
             BusError: nothing is stored.
         """
-        old = self.records.get(record.name)
-        if old is not None and _without_revision(old) == _without_revision(record):
-            return old
-        stored = _with_revision(record, old.revision + 1 if old is not None else 1)
-        await self._bus.kv_delete(LOCKS_BUCKET, f"deleted.{record.name}")
-        await self._bus.kv_put(MODELS_BUCKET, record.name, encode(stored))
-        self.records[record.name] = stored
-        self._on_applied(stored)
-        await asyncio.to_thread(self._registry.put, stored)
-        return stored
+        async with self._writing:
+            old = self.records.get(record.name)
+            if old is not None and _without_revision(old) == _without_revision(record):
+                return old
+            stored = _with_revision(record, old.revision + 1 if old is not None else 1)
+            await self._bus.kv_delete(LOCKS_BUCKET, f"deleted.{record.name}")
+            await self._bus.kv_put(MODELS_BUCKET, record.name, encode(stored))
+            self.records[record.name] = stored
+            self._on_applied(stored)
+            await asyncio.to_thread(self._registry.put, stored)
+            return stored
 
     async def delete(self, name: str) -> None:
         """Removes a record, everywhere.
@@ -179,9 +185,10 @@ class RegistrySync:
         Raises:
             BusError: it may be gone or not; asking again is safe.
         """
-        await self._bus.kv_put(LOCKS_BUCKET, f"deleted.{name}", b"deleted")
-        await self._bus.kv_delete(MODELS_BUCKET, name)
-        await self._forget(name)
+        async with self._writing:
+            await self._bus.kv_put(LOCKS_BUCKET, f"deleted.{name}", b"deleted")
+            await self._bus.kv_delete(MODELS_BUCKET, name)
+            await self._forget(name)
 
     async def pin(self, name: str, pinned: bool) -> None:
         """A person's word on a model's eviction.
@@ -189,14 +196,10 @@ class RegistrySync:
         Raises:
             BusError: nothing is stored.
         """
-        await self._bus.kv_put(LOCKS_BUCKET, f"pin.{name}", _PINNED if pinned else _UNPINNED)
-        self.pins[name] = pinned
-        self._on_pinned(name, pinned)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        async with self._writing:
+            await self._bus.kv_put(LOCKS_BUCKET, f"pin.{name}", _PINNED if pinned else _UNPINNED)
+            self.pins[name] = pinned
+            self._on_pinned(name, pinned)
 
 
 def _record(entry: KvEntry) -> ModelRecord | None:

@@ -11,10 +11,10 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import TypeVar, assert_never
 
 import structlog
 
@@ -52,7 +52,7 @@ from profiles.registry import Registry
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import BusError, DecodeError, QueueMissing
+from subjects.errors import BusError, DecodeError, QueueMissing, place_of
 from subjects.ids import incarnated
 from subjects.messages import (
     Alert,
@@ -66,7 +66,7 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 from subjects.nats_bus import NatsBus
-from subjects.tasks import end_tasks
+from subjects.tasks import Tasks
 
 DIGEST_KEY = "digest"
 DIGEST_STORED_EVERY_S = 0.5
@@ -132,8 +132,10 @@ class Scheduler:
         self._digest_stored_s = 0.0
         self._alerts: asyncio.Queue[Alert] = asyncio.Queue(ALERTS_QUEUED_MAX)
         self._subscriptions: list[Subscription] = []
-        self._loops: list[asyncio.Task[None]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._loops = Tasks(self._broke)
+        self._tasks = Tasks(lambda error: log.error("a task of the scheduler failed", error=place_of(error)))
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when a part of the scheduler ended that must not: the process should end too, and be started again."""
 
     # ----------------------------------------------------------------------------------------------------- start and end
 
@@ -148,25 +150,30 @@ class Scheduler:
         ]
         for subject, handler in handlers:
             self._subscriptions.append(await self._bus.subscribe(subject, handler))
-        for loop in (self._tick(), self._prove_the_bus(), self._lead(), self._publish_digests(), self._publish_alerts()):
-            self._loops.append(asyncio.get_running_loop().create_task(loop))
+        self._loops.spawn(self._tick(), self._prove_the_bus(), self._lead(), self._publish_digests(), self._publish_alerts())
 
     async def stop(self) -> None:
         """Gives the lease back and ends; commands under way are left to the agents and the next leader."""
-        await end_tasks(self._loops)
+        await self._loops.end()
         await self.lease.release()
         await self.registry.stop()
         for subscription in self._subscriptions:
             with contextlib.suppress(BusError):
                 await subscription.stop()
-        await end_tasks(self._tasks)
+        await self._tasks.end()
+
+    def _broke(self, error: BaseException) -> None:
+        # Half a leader is worse than none: it would hold the lease and decide nothing.
+        log.error("a part of the scheduler failed", error=place_of(error))
+        if not self.broken.done():
+            self.broken.set_result(None)
 
     async def _lead(self) -> None:
         await self.registry.start()
         await self.lease.run()
 
     def _gained(self, epoch: int) -> None:
-        self._spawn(self._take_over(epoch))
+        self._tasks.spawn(self._take_over(epoch))
 
     async def _take_over(self, epoch: int) -> None:
         """Goes on from the last digest, so that its dead stay dead, then leads."""
@@ -190,10 +197,11 @@ class Scheduler:
         match command:
             case SendCommand():
                 if self.lease.check(time.monotonic()):
-                    self._spawn(self._send(command))
+                    self._tasks.spawn(self._send(command))
             case PublishDigest():
-                self._digest = command.digest
-                self._digest_changed.set()
+                if self.lease.check(time.monotonic()):
+                    self._digest = command.digest
+                    self._digest_changed.set()
             case RaiseAlert():
                 if self._alerts.full():
                     self._alerts.get_nowait()
@@ -264,7 +272,7 @@ class Scheduler:
     def _on_control(self, message: BusMessage) -> None:
         # Only the leader answers; a standby that kept silent is not missed.
         if message.reply and self.core.leads:
-            self._spawn(self._answer_control(message))
+            self._tasks.spawn(self._answer_control(message))
 
     async def _answer_control(self, message: BusMessage) -> None:
         verb = message.subject.rpartition(".")[2]
@@ -291,7 +299,7 @@ class Scheduler:
                 now_s = time.monotonic()
                 if now_s - self._digest_stored_s >= DIGEST_STORED_EVERY_S:
                     self._digest_stored_s = now_s
-                    self._spawn(self._store_digest(payload))
+                    self._tasks.spawn(self._store_digest(payload))
 
     async def _store_digest(self, payload: bytes) -> None:
         with contextlib.suppress(BusError):
@@ -318,18 +326,15 @@ class Scheduler:
                     log.debug("an alert was not stored", reason=str(error))
                     await asyncio.sleep(RETRY_S)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
 
 def _token(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", text)[:64] or "pool"
 
 
 async def run_scheduler(config: SchedulerConfig, *, on_ready: Callable[[], None] | None = None) -> int:
-    """Schedules until SIGTERM or SIGINT; returns the exit code. ``on_ready`` is called once it listens.
+    """Schedules until SIGTERM or SIGINT, or until a part of it fails; returns the exit code.
+
+    ``on_ready`` is called once it listens.
 
     Raises:
         ConfigError: the registry's file cannot be used.
@@ -349,7 +354,8 @@ async def run_scheduler(config: SchedulerConfig, *, on_ready: Callable[[], None]
         log.info("scheduler listens", scheduler=scheduler.scheduler)
         if on_ready is not None:
             on_ready()
+        scheduler.broken.add_done_callback(lambda _: stop.set())
         await stop.wait()
         log.info("scheduler goes down")
     log.info("scheduler is down")
-    return 0
+    return 1 if scheduler.broken.done() else 0

@@ -66,7 +66,7 @@ class Control:
             if not isinstance(argument, dict):
                 raise ConfigError("the argument must be a JSON object")
             return ControlReply(result=msgspec.json.encode(await handler(argument)))
-        except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError) as error:
+        except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             return ControlReply(error=f"{verb}: {error}")
         except BusError as error:
             return ControlReply(error=f"{verb}: the bus refused it ({error}): try again")

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -204,6 +204,7 @@ async def test_control_says_what_is_wrong(nats_server: NatsServer, tmp_path: Pat
             ("get", b'{"what": "weather"}', "is not one of models"),
             ("pin", b'{"model": "nobody"}', "is not applied"),
             ("apply", b'{"records": [{"name": "a"}]}', "missing required field"),
+            ("apply", msgspec.json.encode({"records": [record("a b")]}), "cannot be a key"),
             ("unload", b'{"model": 7}', "is not applied"),
         ]
         for verb, argument, words in bad:
@@ -215,6 +216,32 @@ async def test_control_says_what_is_wrong(nats_server: NatsServer, tmp_path: Pat
                 await rig.bus.publish(f"{names.PREFIX}.{subject}", junk)
         await until(lambda: scheduler.undecodable >= 16, "junk is counted")
         assert await rig.control("get", {"what": "models"}) == []
+
+
+async def test_two_applies_at_once_store_two_revisions(nats_server: NatsServer, tmp_path: Path) -> None:
+    """Each verb reads what is stored before it writes, so of two at the same time one waits for the other."""
+    async with rig_on(nats_server, tmp_path) as rig:
+        scheduler = await rig.scheduler()
+        await until(lambda: scheduler.core.leads, "leadership")
+        await rig.apply(record("a"))
+        rows = await asyncio.gather(*(rig.apply(record("a", warmup_tokens=tokens)) for tokens in (31, 32, 33)))
+        assert sorted(row["revision"] for (row,) in rows) == [2, 3, 4]
+
+
+async def test_a_scheduler_with_a_part_missing_says_so(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader whose clock stands still must not keep the lease: the process is told to end."""
+    async with rig_on(nats_server, tmp_path) as rig:
+        scheduler = await rig.scheduler()
+        assert not scheduler.broken.done()
+
+        def fails(now_s: float, event: object) -> NoReturn:
+            raise KeyError(now_s)
+
+        monkeypatch.setattr(scheduler.core, "step", fails)
+        await until(scheduler.broken.done, "the scheduler is broken")
+        monkeypatch.undo()
 
 
 async def test_a_failed_load_is_told_as_refusal_and_alert(nats_server: NatsServer, tmp_path: Path) -> None:
