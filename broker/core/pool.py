@@ -304,6 +304,9 @@ class Pool:
             self._touch(known.worker)
 
     def _put(self, replica: Replica) -> None:
+        known = self.replicas.get(replica.replica)
+        if known is not None:
+            self._unlist(known)  # An agent that says something else of it now must leave no trace of before.
         self.replicas[replica.replica] = replica
         self._of_model.setdefault(replica.report.model_hash, {})[replica.replica] = None
         self._of_worker.setdefault(replica.worker, {})[replica.replica] = None
@@ -314,12 +317,15 @@ class Pool:
     def _pop(self, replica: ReplicaId) -> Replica | None:
         known = self.replicas.pop(replica, None)
         if known is not None:
-            self._of_model[known.report.model_hash].pop(replica)
-            self._of_worker[known.worker].pop(replica)
-            self._named.pop((known.worker, base_name(replica)), None)
+            self._unlist(known)
             self.news += 1
-            self._touch(known.worker)
         return known
+
+    def _unlist(self, replica: Replica) -> None:
+        self._of_model[replica.report.model_hash].pop(replica.replica)
+        self._of_worker[replica.worker].pop(replica.replica)
+        self._named.pop((replica.worker, base_name(replica.replica)), None)
+        self._touch(replica.worker)
 
     def declare_dead(self, replica: ReplicaId) -> None:
         """For ever: an incarnation is never reused."""

@@ -930,3 +930,17 @@ def test_ended_stages_lead_nowhere() -> None:
     """The table of stages: only what runs can move, and every way ends."""
     assert {stage for stage in Stage if not TRANSITIONS[stage]} == {Stage.DONE, Stage.ABORTED}
     assert all(Stage.ABORTED in TRANSITIONS[stage] for stage in Stage if TRANSITIONS[stage])
+
+
+def test_a_replica_that_two_agents_list_with_two_models_leaves_no_trace_of_before() -> None:
+    """What the last report says of it counts; a leftover in an index would fail every later decision."""
+    bench = settled(A, B)
+    bench.report(listed("a", replica="same-1-1-00000000aa"))
+    bench.report(listed("b", replica="same-1-1-00000000aa"), worker=V)
+    pool = bench.core.pool
+    assert pool.replicas_for(A.model_hash) == [] == pool.replicas_of(W)
+    assert [replica.worker for replica in pool.replicas_for(B.model_hash)] == [V]
+    bench.report(worker=V)
+    bench.tick(1.0, beats=(W, V))
+    assert pool.replicas_for(B.model_hash) == [] == pool.replicas_of(V)
+    assert pool.replica_named(V, "same-1-1") is None
