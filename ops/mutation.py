@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import dataclasses
 import difflib
 import json
@@ -177,48 +176,40 @@ def mutated(source: str, mutant: Mutant) -> str:
     return code
 
 
-def _copy_tree(target: Path) -> Path:
-    for name in TREE:
-        if Path(name).is_dir():
-            shutil.copytree(name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(name, target / name)
-    return target
+class Tree:
+    """A copy of the tree, and a process there that has imported what every test run needs and forks for each of them."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for name in TREE:
+            if Path(name).is_dir():
+                shutil.copytree(name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                path.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(name, path / name)
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "ops.mutation_runs"],
+            cwd=path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a Ctrl-C is ours to answer
+        )
 
-def _pytest(tree: Path, limit_s: float, variables: dict[str, str], files: list[str]) -> tuple[int | None, str]:
-    """Runs pytest in ``tree``; returns its exit code (None: out of time) and its output. Leaves no process."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "ops.mutation_plugin",
-    ]
-    process = subprocess.Popen(  # noqa: S603 - our own interpreter
-        [*command, *files],
-        cwd=tree,
-        env={**os.environ, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    def run(self, files: list[str], limit_s: float, **variables: str) -> tuple[int | None, str]:
+        """Runs pytest on files; returns its exit code (None: out of time) and the end of its output."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        order = {"files": files, "limit_s": limit_s, "variables": variables}
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+        code, output = json.loads(self._server.stdout.readline())
+        return code, output
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
 
 
 def _write_source(path: Path, source: str) -> None:
@@ -228,46 +219,42 @@ def _write_source(path: Path, source: str) -> None:
         compiled.unlink()
 
 
-def _baseline(trees: list[Path], scratch: Path) -> Reach:
+def _baseline(trees: list[Tree], scratch: Path) -> Reach:
     """Runs the unchanged tree in each copy: it must pass, and the first run records who reaches what."""
     files = [f"--ignore-glob=*/{pattern}" for pattern in TESTS_WITHOUT_CORES] + [TESTS]
     record = scratch / "reach.json"
     with ThreadPoolExecutor(len(trees)) as pool:
-        runs = [
-            pool.submit(
-                _pytest, tree, BASELINE_MAX_S, {"CARPOOL_MUTATION_RECORD": str(record)} if tree == trees[0] else {}, files
-            )
-            for tree in trees
-        ]
-        for run in runs:
+        first = pool.submit(trees[0].run, files, BASELINE_MAX_S, CARPOOL_MUTATION_RECORD=str(record))
+        others = [pool.submit(tree.run, files, BASELINE_MAX_S) for tree in trees[1:]]
+        for run in [first, *others]:
             code, output = run.result()
             if code != 0:
-                sys.exit(f"mutation: the tests fail without any mutant ({code})\n{output[-4000:]}")
+                sys.exit(f"mutation: the tests fail without any mutant ({code})\n{output}")
     recorded = json.loads(record.read_text())
     return Reach(recorded["seconds"], recorded["lines"])
 
 
-def _test(tree: Path, mutant: Mutant, reach: Reach) -> Outcome:
+def _test(tree: Tree, mutant: Mutant, reach: Reach) -> Outcome:
     """Runs one mutant in ``tree`` and puts the original back."""
-    path = tree / mutant.path
+    path = tree.path / mutant.path
     source = path.read_text()
     changed = mutated(source, mutant)
     diff = "\n".join(difflib.unified_diff(source.split("\n"), changed.split("\n"), lineterm="", n=0)).partition("@@\n")[2]
     tests = reach.tests_of(source, mutant)
     if not tests:
         return Outcome(mutant, "unreached", diff)
-    plan = tree / "plan.json"
+    plan = tree.path / "plan.json"
     plan.write_text(json.dumps(tests))
     files = sorted({test.partition("::")[0] for test in tests})
     _write_source(path, changed)
     try:
-        code, output = _pytest(tree, reach.limit_s(tests), {"CARPOOL_MUTATION_PLAN": str(plan)}, files)
+        code, output = tree.run(files, reach.limit_s(tests), CARPOOL_MUTATION_PLAN=str(plan))
     finally:
         _write_source(path, source)
     if code is None:
         return Outcome(mutant, "timeout", diff)
     if code == 5:  # no test was run: the plan is wrong, which must not look like a kill
-        raise RuntimeError(f"{mutant}: no test ran\n{output[-2000:]}")
+        raise RuntimeError(f"{mutant}: no test ran\n{output}")
     return Outcome(mutant, "killed" if code else "survived", diff)
 
 
@@ -313,13 +300,13 @@ def run(seed: int, count: int, seconds_max: float) -> Summary:
         signal.signal(number, lambda *_: stopped.set())
     os.nice(NICE)
     with tempfile.TemporaryDirectory(prefix="carpool-mutation-") as scratch:
-        trees = [_copy_tree(Path(scratch, f"tree-{number}")) for number in range(WORKERS)]
-        sites = sites_of(trees[0])
+        trees = [Tree(Path(scratch, f"tree-{number}")) for number in range(WORKERS)]
+        sites = sites_of(trees[0].path)
         reach = _baseline(trees, Path(scratch))
         print(
             f"{len(sites)} sites, {len(reach.seconds)} tests, {time.monotonic() - began:.0f} s for the baseline", flush=True
         )
-        free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for tree in trees:
             free.put(tree)
 
@@ -338,6 +325,8 @@ def run(seed: int, count: int, seconds_max: float) -> Summary:
 
         with ThreadPoolExecutor(WORKERS) as pool:
             outcomes = [outcome for outcome in pool.map(one, draw(sites, count, seed)) if outcome is not None]
+        for tree in trees:
+            tree.close()
     return _summary(outcomes, seed, len(sites), time.monotonic() - began)
 
 

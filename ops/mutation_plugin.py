@@ -27,6 +27,7 @@ _plan = os.environ.get("CARPOOL_MUTATION_PLAN", "")
 _seconds: dict[str, float] = {}
 _coverage: coverage.Coverage | None = None
 
+os.environ.setdefault("PROTOCOL_EXAMPLES", "10")  # of the request protocol's property test, which is the slowest
 resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MAX_BYTES, MEMORY_MAX_BYTES))
 hypothesis.settings.register_profile(
     "mutation",
