@@ -17,11 +17,11 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 import structlog
 
@@ -42,7 +42,7 @@ from subjects.messages import (
     WorkerCommand,
     WorkerEvent,
 )
-from subjects.tasks import end_tasks
+from subjects.tasks import Tasks
 from workers.control import ControlStream, Start, ToAgent, agent_stream, control_pair
 from workers.core.agent import (
     AgentCommand,
@@ -245,7 +245,7 @@ class Agent:
         self._children: dict[ReplicaId, _Child] = {}
         self._forwarder = Forwarder()
         self._reaper = Reaper()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._task_failed)
         self._timer: asyncio.TimerHandle | None = None
         self._outbox: deque[tuple[str, bytes]] = deque(maxlen=OUTBOX_MESSAGES_MAX)
         self._outbox_filled = asyncio.Event()
@@ -264,9 +264,9 @@ class Agent:
         """Serves until the core says that the end is reached; returns the exit code."""
         self._bus.on_reconnected(lambda: self._feed(BusRestored()))
         await self._bus.subscribe(names.commands(self._worker), self._command_received)
-        self._spawn(self._beat(), self._send_outbox(), self._sample())
+        self._tasks.spawn(self._beat(), self._send_outbox(), self._sample())
         if self._forks:
-            self._spawn(self._warm_template())
+            self._tasks.spawn(self._warm_template())
         self._feed(Ticked())
         log.info("worker", worker=self._worker, devices=[device.device for device in self._config.devices])
         try:
@@ -277,23 +277,16 @@ class Agent:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            await end_tasks(self._tasks)
+            await self._tasks.end()
             # On the clean path no replica is left; after an error here none may outlive its agent.
             for child in self._children.values():
                 signal_group(child.pid, signal.SIGKILL)
             await self._template.stop()
             self._state.forget(ReplicaId(f"template-{self._worker}"))
 
-    def _spawn(self, *coroutines: Coroutine[Any, Any, None]) -> None:
-        for coroutine in coroutines:
-            task = self._loop.create_task(coroutine)
-            self._tasks.add(task)
-            task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._ended.done():
-            # A part of the agent is missing now. To end is honest: whoever supervises it starts a whole one.
+    def _task_failed(self, error: BaseException) -> None:
+        # A part of the agent is missing now. To end is honest: whoever supervises it starts a whole one.
+        if not self._ended.done():
             self._ended.set_exception(error)
 
     # ---- the core
@@ -315,7 +308,7 @@ class Agent:
     def _do(self, command: AgentCommand) -> None:
         match command:
             case SpawnReplica():
-                self._spawn(self._start_replica(command))
+                self._tasks.spawn(self._start_replica(command))
             case SendControl(replica, message):
                 child = self._children.get(replica)
                 if child is not None and not child.control.send(message):
@@ -463,7 +456,7 @@ class Agent:
     def _exit_seen(self, replica: ReplicaId) -> None:
         child = self._children[replica]
         self._loop.remove_reader(child.pidfd)
-        self._spawn(self._bury(replica, child))
+        self._tasks.spawn(self._bury(replica, child))
 
     async def _bury(self, replica: ReplicaId, child: _Child) -> None:
         # Before it is reaped its pid is nobody else's, so what it left in its group can be ended safely.
@@ -491,7 +484,7 @@ class Agent:
             self._reaper.reap(child.pid for child in self._children.values())
             if self._forks and self._template.died and not self._ended.done():
                 log.warning("the template died; no replica is hurt, and it is started again")
-                self._spawn(self._warm_template())
+                self._tasks.spawn(self._warm_template())
 
 
 def _sample_memory(

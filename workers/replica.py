@@ -18,18 +18,16 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 import structlog
 
 from subjects import names
 from subjects.bus import Bus, BusMessage, Puller, QueuedTicket
 from subjects.codec import decode, encode
-from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, NoResponders
+from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, NoResponders, place_of
 from subjects.ids import model_key
 from subjects.messages import (
     Back,
@@ -43,6 +41,7 @@ from subjects.messages import (
     SlaClass,
     Ticket,
 )
+from subjects.tasks import Tasks, end_tasks
 from workers.control import (
     Concurrency,
     ControlStream,
@@ -178,7 +177,7 @@ class Replica:
         self._core = ReplicaCore(spec.replica)
         self._engine: Engine | None = None
         self._bus: Bus | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(self._task_failed)
         self._timer: asyncio.TimerHandle | None = None
         self._outbox: deque[Callable[[], Awaitable[None]]] = deque()
         self._outbox_filled = asyncio.Event()
@@ -203,11 +202,11 @@ class Replica:
 
     async def run(self) -> int:
         """Loads, serves and ends; returns the exit code."""
-        self._spawn(self._hear_agent())
-        self._spawn(self._stop_when_told())
+        self._tasks.spawn(self._hear_agent())
+        self._tasks.spawn(self._stop_when_told())
         loading = asyncio.get_running_loop().create_task(self._load_and_serve())
         code = await self._ended
-        loading.cancel()
+        await _bounded(end_tasks([loading]), CLOSE_TIMEOUT_S)
         await self._close()
         return code
 
@@ -252,7 +251,7 @@ class Replica:
                 await asyncio.sleep(CONNECT_RETRY_S)
 
     async def _open(self, bus: Bus, info: EngineInfo) -> None:
-        self._spawn(self._send_outbox(), self._run_engine(), self._make_round_trips(bus), self._report())
+        self._tasks.spawn(self._send_outbox(), self._run_engine(), self._make_round_trips(bus), self._report())
         bus.on_reconnected(lambda: self._feed(BusReconnected()))
         await bus.subscribe(names.run(self._spec.replica), self._offered)
         await bus.subscribe(names.back(self._spec.replica), self._told)
@@ -288,23 +287,14 @@ class Replica:
             self._timer.cancel()
         if self._engine is not None:
             await _bounded(self._engine.stop(), CLOSE_TIMEOUT_S)
-        for task in list(self._tasks):
-            task.cancel()
+        await _bounded(self._tasks.end(), CLOSE_TIMEOUT_S)
         if self._bus is not None:
             await _bounded(self._bus.close(), CLOSE_TIMEOUT_S)
         await self._control.close()
 
-    def _spawn(self, *coroutines: Coroutine[Any, Any, None]) -> None:
-        for coroutine in coroutines:
-            task = asyncio.get_running_loop().create_task(coroutine)
-            self._tasks.add(task)
-            task.add_done_callback(self._task_ended)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the replica failed", error=type(error).__name__, task=str(task.get_coro()))
-            self._fail(f"internal error: {type(error).__name__}")
+    def _task_failed(self, error: BaseException) -> None:
+        log.error("a task of the replica failed", error=place_of(error))
+        self._fail(f"internal error: {type(error).__name__}")
 
     # ---- the core
 
@@ -316,10 +306,8 @@ class Replica:
             for command in self._core.step(now_s, event):
                 self._do(command)
         except Exception as error:
-            # Half a step was done: to end is honest. The text may quote a prompt, so only its kind and place are told.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}"
-            self._fail(f"internal error on {type(event).__name__}: {where}")
+            # Half a step was done: to end is honest.
+            self._fail(f"internal error on {type(event).__name__}: {place_of(error)}")
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -334,9 +322,9 @@ class Replica:
         assert bus is not None and engine is not None
         match command:
             case Pull():
-                self._spawn(self._pull(bus, command))
+                self._tasks.spawn(self._pull(bus, command))
             case SendClaim():
-                self._spawn(self._claim(bus, command))
+                self._tasks.spawn(self._claim(bus, command))
             case AckTicket(token=acknowledges):
                 self._put(lambda: bus.queue_ack(acknowledges))
             case StartRequest(grant, profile):
@@ -367,7 +355,7 @@ class Replica:
                 self._load = command
             case ReportDrained(given_back):
                 self._drained.set()
-                self._spawn(self._tell_drained(given_back))
+                self._tasks.spawn(self._tell_drained(given_back))
             case ExitReplica():
                 log.warning("the pool counts this replica as dead; it ends")
                 self._end(EXIT_DECLARED_DEAD)
@@ -554,7 +542,7 @@ class Replica:
             await asyncio.sleep(REPORT_EVERY_S)
 
 
-async def _bounded(awaitable: Coroutine[Any, Any, object], timeout_s: float) -> None:
+async def _bounded(awaitable: Coroutine[object, None, object], timeout_s: float) -> None:
     """Waits, but never longer than ``timeout_s``; what it raises is of no more interest."""
     try:
         await asyncio.wait_for(awaitable, timeout_s)

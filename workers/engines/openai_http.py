@@ -225,7 +225,7 @@ class OpenAiHttpEngine:
             answer.fail(_sick("the server did not answer in time", 504))
         except httpx.HTTPError:
             answer.fail(_sick("the connection to the server failed", 502))
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             answer.fail(_sick("the server sent something that is not an OpenAI stream", 502))
 
     def _body(self, request: EngineRequest) -> bytes:
@@ -333,7 +333,11 @@ class _Answer:
             text = choice.get("text") or ""
         if choice.get("logprobs"):
             rest["logprobs"] = choice["logprobs"]
-        finish_reason = choice.get("finish_reason")
+        finish_reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
+        # One field of another type would make the whole message of frames unreadable, other requests' deltas included.
+        known = isinstance(finish_reason, str | None) and isinstance(stop_reason, str | int | None)
+        if not (known and isinstance(text, str)):
+            raise TypeError("a field of a choice has another type than OpenAI's")
         first_token_index = self._next_index.setdefault(index, 0)
         if not (text or rest or finish_reason):
             return None
@@ -348,7 +352,7 @@ class _Answer:
             text=text,
             detail=json.dumps(rest, ensure_ascii=False).encode() if rest else b"",
             finish_reason=finish_reason,
-            stop_reason=choice.get("stop_reason"),
+            stop_reason=stop_reason,
         )
 
 
