@@ -8,7 +8,8 @@ from pathlib import Path
 
 from profiles import capacity, hashing
 from profiles.paths import models_dir
-from profiles.service import ModelService, parse_size
+from profiles.service import ModelService
+from profiles.sizes import parse_size
 from subjects.errors import ConfigError, EngineError
 from subjects.ids import ModelHash
 from subjects.messages import EngineType, ModelRecord

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 import yaml
 
+from profiles.sizes import parse_size
 from subjects.errors import ConfigError
 from subjects.messages import EngineType, Mode, Sla, SlaClass
 
@@ -183,37 +184,6 @@ def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of one document, generated from the structs, for editors."""
     schema = msgspec.json.schema(ModelService)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KIND, **schema}
-
-
-# --------------------------------------------------------------------------------------------------------------- sizes
-
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{infix}B": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for infix, base in (("i", 1024), ("", 1000))
-}
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from ``64MiB``, ``1.5 GB`` or a plain number; at least 1.
-
-    Raises:
-        ValueError: not a size; the message has the remedy.
-    """
-    if isinstance(text, int):
-        number, unit = str(text), ""
-    else:
-        match = _SIZE.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{_short(text)} is not a size; write a number with a unit, such as 64MiB or 2GB")
-        number, unit = match.groups()
-    if unit not in _UNITS:
-        raise ValueError(f"unknown unit {_short(unit)}; use one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB")
-    size_bytes = int(float(number) * _UNITS[unit]) if "." in number else int(number) * _UNITS[unit]
-    if not 1 <= size_bytes < 2**53:
-        raise ValueError("the size must be at least 1 byte and below 8 PiB; write for example 64MiB")
-    return size_bytes
 
 
 # ------------------------------------------------------------------------------------------------------------ the parts

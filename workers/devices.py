@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from profiles.sizes import parse_size
 from subjects.errors import ConfigError
 from subjects.ids import DeviceId
 from subjects.messages import DeviceKind
@@ -20,34 +20,7 @@ CPU_MEMORY_SHARE = 0.5
 """The default budget of a CPU device, of the memory that is available at start: the rest is for the host and page cache."""
 CPU_MEMORY_BYTES_MIN = 64 * 1024 * 1024
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]{0,3})")
-
 log = structlog.get_logger(__name__)
-
-
-def parse_size(text: str, *, where: str) -> int:
-    """Bytes of ``4GiB``, ``512MiB``, ``1.5GB`` or a plain number.
-
-    Raises:
-        ConfigError: it is none of these; the line begins with ``where``.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    factor = _UNITS.get(match[2].upper()) if match else None
-    if match is None or factor is None:
-        raise ConfigError(f"{where}: {text!r} is not a size; write it like 4GiB or 512MiB")
-    return int(float(match[1]) * factor)
 
 
 def parse_devices(flags: Sequence[str]) -> tuple[Device, ...]:
@@ -67,7 +40,7 @@ def parse_devices(flags: Sequence[str]) -> tuple[Device, ...]:
         where = f"--device {flag}"
         kind, _, argument = flag.partition(":")
         if kind == "cpu":
-            memory_bytes = parse_size(argument, where=where) if argument or ":" in flag else None
+            memory_bytes = _parse_size(argument, where) if ":" in flag else None
             if memory_bytes is not None and memory_bytes < CPU_MEMORY_BYTES_MIN:
                 raise ConfigError(f"{where}: give a CPU device at least {CPU_MEMORY_BYTES_MIN // 2**20}MiB")
             found.extend(cpu_devices(memory_bytes, index=cpus))
@@ -86,6 +59,13 @@ def parse_devices(flags: Sequence[str]) -> tuple[Device, ...]:
     if twice:
         raise ConfigError(f"--device: {twice[0]} is named twice")
     return tuple(found)
+
+
+def _parse_size(text: str, where: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def cpu_devices(memory_bytes: int | None = None, *, index: int = 0) -> list[Device]:

@@ -12,7 +12,7 @@ import pytest
 
 from subjects.errors import ConfigError
 from subjects.messages import DeviceKind
-from workers.devices import available_bytes, cpu_devices, parse_devices, parse_size
+from workers.devices import available_bytes, cpu_devices, parse_devices
 
 FAKE_NVML = r"""
 #include <string.h>
@@ -76,20 +76,6 @@ def test_a_driver_that_does_not_answer_means_no_gpu(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].endswith("ConfigError: --device gpu:1: no NVIDIA GPU was found here")
     assert "[] ()" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5gb", 1_500_000_000), (" 7 kib ", 7168), ("99", 99), ("1T", None)]
-    + [(text, None) for text in ("", "GiB", "-1GiB", "1e3", "4 Gi B", "0x10", "１GiB" * 2, "nan")],
-)
-def test_sizes(text: str, expected: int | None) -> None:
-    """Units are binary or decimal as written; anything else is one line that names the place."""
-    if expected is not None:
-        assert parse_size(text, where="here") == expected
-        return
-    with pytest.raises(ConfigError, match=r"^here: .* is not a size; write it like 4GiB or 512MiB$"):
-        parse_size(text, where="here")
 
 
 def test_cpu_devices_are_budgets() -> None:

@@ -11,7 +11,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from profiles.service import Spec, json_schema, load_services, parse_services, parse_size
+from profiles.service import Spec, json_schema, load_services, parse_services
+from profiles.sizes import parse_size
 from subjects.errors import ConfigError
 from subjects.messages import EngineType, Mode, SlaClass
 
@@ -74,8 +75,12 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("unknown supported dtype", _spec("strategy: {supported_dtypes: [bf16]}"), ("supported_dtypes[0]", "bfloat16")),
     ("fallback to itself", _spec("strategy: {fallback: a}"), ("spec.strategy.fallback: names the model itself",)),
     ("block size", _spec("engine: {block_size: 33}"), ("spec.engine.block_size", "multiple of 16")),
-    ("bad size unit", _spec("engine: {kv_cache_bytes: 64MiBs}"), ("spec.engine.kv_cache_bytes: unknown unit 'MiBs'", "GiB")),
-    ("not a size", _spec("engine: {kv_cache_bytes: lots}"), ("spec.engine.kv_cache_bytes", "64MiB")),
+    (
+        "bad size unit",
+        _spec("engine: {kv_cache_bytes: 64MiBs}"),
+        ("spec.engine.kv_cache_bytes: '64MiBs' is not a size", "GiB"),
+    ),
+    ("not a size", _spec("engine: {kv_cache_bytes: lots}"), ("spec.engine.kv_cache_bytes", "512MiB")),
     ("size of zero", _spec("engine: {kv_cache_bytes: 0MiB}"), ("spec.engine.kv_cache_bytes", "at least 1 byte")),
     ("bad option name", _spec("engine: {options: {'a b': 1}}"), ("spec.engine.options", "option name")),
     ("option that is a list", _spec("engine: {options: {a: [1]}}"), ("spec.engine.options", "got a list")),
@@ -226,11 +231,31 @@ def test_a_chat_template_may_have_lines() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("64MiB", 64 << 20), ("2 GB", 2 * 10**9), ("1.5GiB", 3 << 29), ("17", 17), (17, 17), ("1TiB", 1 << 40), ("5KB", 5000)],
+    [
+        ("64MiB", 64 << 20),
+        ("2 GB", 2 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("17", 17),
+        (17, 17),
+        ("1TiB", 1 << 40),
+        ("5KB", 5000),
+        ("1.5gb", 1_500_000_000),
+        (" 7 kib ", 7168),
+        ("9007199254740991", 2**53 - 1),
+    ],
 )
 def test_sizes(text: str | int, size_bytes: int) -> None:
-    """Sizes in binary and decimal units."""
+    """Units are binary or decimal as written, in any case."""
     assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1e3", "4 Gi B", "0x10", "１GiB", "nan", "1T", "64MiBs", "0.5", -1, 2**53]
+)
+def test_what_is_no_size(text: str | int) -> None:
+    """Anything else is refused with the remedy."""
+    with pytest.raises(ValueError, match=r"write it like 4GiB or 512MiB$"):
+        parse_size(text)
 
 
 # ------------------------------------------------------------------------------------------------------------- schema
