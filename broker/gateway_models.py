@@ -7,6 +7,7 @@ import time
 import structlog
 
 from broker.core.admission import ModelView
+from broker.core.describe import model_state
 from profiles.tokenizer import PromptTokenizer, Tokenizers
 from subjects.bus import KvEntry
 from subjects.codec import decode
@@ -17,15 +18,6 @@ from subjects.messages import ModelRecord, PoolDigest, PoolModel, ReplicaState
 TOKENIZER_RETRY_S = 5.0
 """A tokenizer that did not load is tried again after this time, not for every request."""
 
-_BEST_FIRST = (
-    ReplicaState.READY,
-    ReplicaState.WARMING,
-    ReplicaState.LOADING,
-    ReplicaState.FETCHING,
-    ReplicaState.DRAINING,
-    ReplicaState.ASLEEP,
-    ReplicaState.FAILED,
-)
 log = structlog.get_logger(__name__)
 
 
@@ -53,12 +45,9 @@ class ModelTable:
 
     def state(self, record: ModelRecord) -> str:
         """One word for people: the best state of its replicas, ``refused``, or ``unloaded``."""
-        states = self._states.get(record.model_hash, [])
-        for state in _BEST_FIRST:
-            if state in states:
-                return state.value
         pool = self._pool.get(record.model_hash)
-        return "refused" if pool is not None and pool.refusal else "unloaded"
+        refused = pool is not None and bool(pool.refusal)
+        return model_state(self._states.get(record.model_hash, []), refused=refused)
 
     def _view(self, record: ModelRecord) -> ModelView:
         states = self._states.get(record.model_hash, [])

@@ -10,24 +10,15 @@ from typing import Any
 
 import msgspec
 
+from broker.core.describe import model_state
 from broker.core.placement import SchedulerCore
 from broker.core.planning import Outlook
 from broker.core.pool import Demand, Presence
 from broker.registry_sync import RegistrySync
 from subjects.errors import BusError, ConfigError
-from subjects.messages import ControlReply, ControlRequest, ModelRecord, ReplicaState
+from subjects.messages import ControlReply, ControlRequest, ModelRecord
 
 Row = dict[str, Any]
-
-_BEST_FIRST = (
-    ReplicaState.READY,
-    ReplicaState.WARMING,
-    ReplicaState.LOADING,
-    ReplicaState.FETCHING,
-    ReplicaState.DRAINING,
-    ReplicaState.ASLEEP,
-    ReplicaState.FAILED,
-)
 
 
 class Control:
@@ -137,12 +128,11 @@ class Control:
             replicas = [r for r in core.pool.replicas_for(record.model_hash) if not r.dead]
             states = {r.report.state for r in replicas}
             outlook = core.planner.outlook(now_s, record)
-            state = next((state.value for state in _BEST_FIRST if state in states), "unloaded")
             asked = demand.get(record.model_hash, Demand())
             rows.append(
                 {
                     "name": record.name,
-                    "state": "refused" if state == "unloaded" and outlook.refusal else state,
+                    "state": model_state(states, refused=bool(outlook.refusal)),
                     "replicas": len(core.pool.open_replicas(record.model_hash)),
                     "class": record.sla_class.value,
                     "waiting": asked.waiting,

@@ -1,10 +1,21 @@
-"""Numbers as people read them, for reasons and refusals."""
+"""Numbers and states as people read them, for tables, reasons and refusals."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from subjects.messages import ModelRecord
+from subjects.messages import ModelRecord, ReplicaState
+
+_BEST_FIRST = (
+    ReplicaState.READY,
+    ReplicaState.WARMING,
+    ReplicaState.LOADING,
+    ReplicaState.FETCHING,
+    ReplicaState.DRAINING,
+    ReplicaState.ASLEEP,
+    ReplicaState.FAILED,
+)
 
 _LOAD_BYTES_PER_S_GUESS = 200 * 1024 * 1024
 _LOAD_S_GUESS = 5.0
@@ -44,3 +55,9 @@ def seconds_text(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def model_state(states: Collection[ReplicaState], *, refused: bool) -> str:
+    """One word for a model: the best state of its replicas, ``refused``, or ``unloaded``."""
+    absent = "refused" if refused else "unloaded"
+    return next((state.value for state in _BEST_FIRST if state in states), absent)
