@@ -53,11 +53,26 @@ def valkey_server_binary() -> Path:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
+    """A port that is free now. The caller binds it soon after; a thief in between shows as a clear bind error."""
+    with _probe(host) as probe:
         probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether ``port`` can be bound now."""
+    with _probe(host) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _probe(host: str) -> socket.socket:
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the servers do: old connections do not count.
+    return probe
 
 
 def nats_server_argv(directory: Path, port: int, *, host: str = "127.0.0.1", monitor_port: int | None = None) -> list[str]:

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import msgspec
 
+from ops.servers import free_port, nats_server_argv, port_is_free, valkey_server_argv
 from subjects.errors import CarpoolError, ConfigError
 
 READY_S_MAX = 60.0
@@ -65,25 +66,6 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     http_url: str
     nats_url: str
     redis_url: str
-
-
-def free_port(host: str) -> int:
-    """A port that is free now. The caller binds it soon after; a thief in between shows as a clear bind error."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether ``port`` can be bound now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
 
 
 def running_pool(state_dir: Path) -> Endpoints | None:
@@ -204,7 +186,6 @@ class Pool:
             CarpoolError: a part does not come up; the message ends with the tail of its log.
         """
         from ops.joined import check_nats
-        from ops.servers import nats_server_argv, valkey_server_argv
 
         options = self._options
         state = options.state_dir
@@ -308,16 +289,23 @@ class Pool:
                 return
             now_s = time.monotonic()
             if len(part.restarts) == RESTARTS_MAX and now_s - part.restarts[0] < RESTARTS_WINDOW_S:
-                assert self._broken is not None
-                if not self._broken.done():
-                    self._broken.set_result(f"{part.name} ended {RESTARTS_MAX} times in a minute (last code {code})")
+                self._break(f"{part.name} ended {RESTARTS_MAX} times in a minute (last code {code})")
                 return
             recent = sum(1 for at_s in part.restarts if now_s - at_s < RESTARTS_WINDOW_S)
             part.restarts.append(now_s)
             if self.endpoints is not None:
                 self._say(f"{part.name} ended with code {code}: starting it again")
             await asyncio.sleep(min(RESTART_DELAY_S_MAX, 0.05 * 2**recent))
-            await part.start()
+            try:
+                await part.start()
+            except OSError as error:
+                self._break(f"{part.name} cannot be started again: {error.strerror}")
+                return
+
+    def _break(self, reason: str) -> None:
+        assert self._broken is not None
+        if not self._broken.done():
+            self._broken.set_result(reason)
 
     async def _until(self, part: str, ready: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + READY_S_MAX

@@ -21,7 +21,8 @@ from ops.bench.echo import EVENTS
 from ops.bench.load import Result, Task, measure
 from ops.control import control
 from ops.models import make_tiny_model, records_of
-from ops.supervisor import Pool, PoolOptions, free_port, port_is_free
+from ops.servers import free_port, port_is_free
+from ops.supervisor import Pool, PoolOptions
 from subjects.errors import CarpoolError
 
 PAIRS = 10

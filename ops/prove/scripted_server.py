@@ -31,7 +31,7 @@ class ScriptedServer:
     async def __aenter__(self) -> ScriptedServer:
         import uvicorn
 
-        from ops.supervisor import free_port
+        from ops.servers import free_port
 
         port = free_port("127.0.0.1")
         config = uvicorn.Config(

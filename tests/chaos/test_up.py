@@ -20,7 +20,8 @@ import pytest
 
 from ops.control import control
 from ops.models import records_of
-from ops.supervisor import Pool, PoolOptions, port_is_free, running_pool
+from ops.servers import port_is_free
+from ops.supervisor import Pool, PoolOptions, running_pool
 
 SERVICES = """
 apiVersion: llm.serving/v1
