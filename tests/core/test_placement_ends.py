@@ -6,8 +6,8 @@ from broker.core.scheduler_events import OperationSeen, SchedulerCommand, SendCo
 from broker.core.transactions import Stage
 from subjects.ids import ReplicaId
 from subjects.messages import LoadModel, ReplicaDied, ReplicaState, UnloadReplica
-from tests.core.scheduler_world import GIB
-from tests.core.test_placement import A, B, Bench, W, listed, sent, settled
+from tests.core.scheduler_world import GIB, record
+from tests.core.test_placement import A, B, Bench, V, W, listed, sent, settled
 
 RESIDENT = ReplicaId("a-9-1-00000000aa")
 
@@ -169,3 +169,14 @@ def test_a_load_that_ends_without_a_name_is_known_by_its_listing() -> None:
     (unload,) = sent(bench.ended(drain, failure="no end", replica=RESIDENT))
     assert isinstance(unload.command, UnloadReplica) and unload.command.force
     assert [r.report.state for r in bench.core.pool.replicas.values()] == [ReplicaState.DRAINING]
+
+
+def test_an_older_waiter_claims_a_device_that_is_bigger_than_it() -> None:
+    """Of two that could hold it, the one with the most that can become free; the small one may have the other."""
+    big = record("big", 2.0)
+    bench = settled(A, B, big)
+    bench.report(listed("a", gib=1.0, running=1, idle_s=0.0, state_s=1.0), gib=2.5)
+    assert bench.demand(a=(1, 0.0), big=12.0, b=1.0) == []
+    busy = listed("a", gib=1.0, running=1, idle_s=0.0, state_s=1.0, replica="a-9-2-00000000ab")
+    (load,) = sent(bench.report(busy, worker=V, gib=2.25))
+    assert isinstance(load.command, LoadModel) and (load.worker, load.command.record) == (V, B)

@@ -81,3 +81,11 @@ def test_credits_of_a_busy_queue_share_the_pages() -> None:
     assert pull.credits == 3
     made.found(0.3, *SMALL)
     assert [p.credits for p in made.plan(0.3, free_slots=8, free_pages=64 * 3) if (p.sla_class, p.lane) == SMALL] == [1]
+
+
+def test_pulls_are_short_only_where_queues_must_take_turns() -> None:
+    """Four lanes that fit share six credits and need no turns; twelve do."""
+    for free_pages, short in ((64, 0), (1000, 2)):
+        pulls = planner(kv_pages=1000).plan(0.0, free_slots=8, free_pages=free_pages)
+        assert [pull.expires_s for pull in pulls].count(0.25) == (6 if short else 0)
+        assert len(pulls) == (6 if short else 4)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.test_replica import R, Replica, ticket
+from subjects.ids import IngressId, RequestId
+from subjects.messages import Resend
+from tests.core.test_replica import GW, R, Replica, delta, end, in_phase, ticket
 from workers.core import replica_events as e
+from workers.core.held_request import Phase
 
 
 @pytest.mark.parametrize(("deliveries", "given_up"), [(4, False), (5, True), (6, True)])
@@ -17,3 +20,84 @@ def test_a_ticket_nobody_claims_is_given_up_at_its_fifth_delivery_or_later(deliv
     for _ in range(10):
         lines += replica(e.ClaimUnanswered(R, 1, e.Unanswered.TIMEOUT), after_s=0.5)
     assert ("ack t" in lines) is given_up
+
+
+def resend(number: int) -> e.BackReceived:
+    """A gateway asks for the output of a request that is not here."""
+    return e.BackReceived(Resend(ingress=GW, request=RequestId(f"r{number}"), attempt=1, choice=0, from_index=0))
+
+
+def test_attempts_that_ended_here_are_remembered_in_bounded_number() -> None:
+    """The oldest of 4097 is forgotten; the others never run here again."""
+    replica = Replica()
+    for number in range(4097):
+        assert replica(resend(number)) == [f"frames gone r{number}.1"]
+    assert replica.pull(ticket(request=RequestId("r0"))) == ["claim r0.1 part 0 from gw"]
+    assert replica.pull(ticket(request=RequestId("r1"))) == ["ack t1"]
+    assert replica.pull(ticket(request=RequestId("r4096"))) == ["ack t1"]
+
+
+@pytest.mark.parametrize(("after_s", "known"), [(59.5, True), (60.0, False), (61.0, False)])
+def test_attempts_that_ended_here_are_remembered_for_a_minute(after_s: float, known: bool) -> None:
+    """Longer than any ticket is under way."""
+    replica = Replica()
+    replica(resend(1))
+    replica(e.Ticked(), after_s=after_s)
+    assert (replica.pull(ticket(request=RequestId("r1"))) == ["ack t1"]) is known
+
+
+def test_the_end_of_a_drain_is_told_once() -> None:
+    """Whether it ended by itself or by its bound, noticed late."""
+    replica = Replica()
+    for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
+        if queue.outstanding:
+            replica(e.PullExpired(sla_class, lane, queue.outstanding), after_s=0.2)
+    lines = replica(e.DrainStarted(deadline_s=60.0), after_s=1.0)
+    for _ in range(9):
+        for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
+            if queue.outstanding:
+                lines += replica(e.PullExpired(sla_class, lane, queue.outstanding))
+        lines += replica(e.Ticked(), after_s=1.0)
+    assert lines == ["drained, 0 given back"]
+    replica = in_phase(Phase.RUNNING)
+    replica(e.DrainStarted(deadline_s=replica.now_s + 1))
+    lines = replica(e.Ticked(), after_s=1.5) + replica(e.Ticked(), after_s=1.0)
+    assert [line for line in lines if line.startswith("drained")] == ["drained, 1 given back"]
+
+
+def test_a_resend_is_of_one_choice_from_one_index() -> None:
+    """Other choices and what comes before stay where they are."""
+    replica = in_phase(Phase.RUNNING)
+    replica(e.EngineStepped((delta(0), delta(1), delta(0, choice=1), delta(2))))
+    wanted = Resend(ingress=GW, request=R, attempt=1, choice=0, from_index=1)
+    assert replica(e.BackReceived(wanted)) == ["frames gw-1.1:1+1 gw-1.1:2+1"]
+    beyond = Resend(ingress=GW, request=R, attempt=1, choice=0, from_index=9)
+    assert replica(e.BackReceived(beyond)) == []
+
+
+def test_an_offer_is_taken_only_with_room_for_all_of_it() -> None:
+    """A slot and the pages; what was taken or ended here is not taken again."""
+    replica = Replica(slots=2, kv_pages=100)
+    offers = [
+        e.OfferReceived(ticket(pages=60, request=RequestId("a")), 1),
+        e.OfferReceived(ticket(pages=41, request=RequestId("b")), 2),
+        e.OfferReceived(ticket(pages=40, request=RequestId("c")), 3),
+        e.OfferReceived(ticket(pages=0, request=RequestId("d")), 4),
+        e.OfferReceived(ticket(pages=60, request=RequestId("a")), 5),
+    ]
+    answers = [line for offer in offers for line in replica(offer) if not line.startswith("claim")]
+    assert answers == ["1: taken", "2: busy", "3: taken", "4: busy", "5: busy"]
+
+
+def test_requests_of_two_gateways_do_not_mix() -> None:
+    """Each hears of its own; the silence of one ends only what is its own."""
+    replica = in_phase(Phase.RUNNING)
+    other = ticket(request=RequestId("other-1"))
+    other = type(other)(request=other.request, attempt=1, publication=1, ingress=IngressId("other"), profile=other.profile)
+    assert replica.pull(other, "t2") == ["claim other-1.1 part 0 from other"]
+    lines: list[str] = []
+    for _ in range(40):
+        lines += replica.wait(0.1)
+        lines += replica.held((1, (0,)))
+    assert not [line for line in lines if line.startswith("abort")]
+    assert replica(e.EngineStepped((end(),))) == ["frames gw-1.1:0+1!"]

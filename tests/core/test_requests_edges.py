@@ -192,3 +192,12 @@ def test_another_stream_means_another_publication() -> None:
     gateway = in_state(State.STORED)
     assert gateway(e.QueueChecked(key, None)) == ["publish gw-1.1.2 to s for 20"]
     assert gateway.core.waiting_models() == ()
+
+
+@pytest.mark.parametrize(("after_s", "reason"), [(59.5, "cancelled"), (60.0, "unknown"), (60.5, "unknown")])
+def test_ended_requests_are_remembered_for_a_minute(after_s: float, reason: str) -> None:
+    """A claim may come late, but not for ever."""
+    gateway = in_state(State.STORED)
+    gateway(e.ClientLeft(R))
+    gateway(e.Ticked(), after_s=after_s)
+    assert gateway.claim() == [f"5: refuse {reason}"]

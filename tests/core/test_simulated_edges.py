@@ -10,7 +10,14 @@ import pytest
 from subjects.ids import RequestId
 from subjects.messages import Endpoint, Failure
 from tests.core.test_simulated import FLAT, asked, deltas_of, drive
-from workers.core.simulated import CHOICES_MAX, RequestAdded, SimulatedCore, SimulatedRequest, parse_request
+from workers.core.simulated import (
+    CHOICES_MAX,
+    RequestAdded,
+    SimulatedCore,
+    SimulatedProfile,
+    SimulatedRequest,
+    parse_request,
+)
 
 
 @pytest.mark.parametrize(("tokens", "max_tokens", "reason"), [(2, 2, "length"), (2, 3, "stop")])
@@ -48,3 +55,48 @@ def test_a_request_that_fits_exactly_is_served() -> None:
         core = SimulatedCore(replace(FLAT, kv_pages=pages))
         core.step(0.0, RequestAdded(asked("a", 4)))
         assert (core.running == 1) is served
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "below"),
+    [
+        *(
+            (name, 1, 0)
+            for name in ("slots", "kv_pages", "block_size", "max_context_len", "chunk_tokens", "tokens_per_step")
+        ),
+        *((name, 0.0, -0.5) for name in ("prefill_token_s", "prefill_token2_s", "step_const_s", "time_scale", "load_s")),
+        *((name, 0.0, -1e-9) for name in ("step_request_s", "step_context_token_s", "fail_rate")),
+        *((name, 0, -1) for name in ("die_after_tokens", "freeze_after_tokens")),
+    ],
+)
+def test_the_least_of_each_number_of_a_profile(name: str, least: float, below: float) -> None:
+    """Nothing below it is taken, it itself is."""
+    assert getattr(replace(FLAT, **{name: least}), name) == least  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=name):
+        replace(FLAT, **{name: below})  # type: ignore[arg-type]
+
+
+def test_a_profile_is_a_7b_model_on_an_a100_unless_told_otherwise() -> None:
+    """The published numbers of the default, so that comparisons stay comparable."""
+    assert SimulatedProfile() == SimulatedProfile(
+        slots=8,
+        kv_pages=1024,
+        block_size=32,
+        max_context_len=8192,
+        mode="hash",
+        prefill_token_s=62e-6,
+        prefill_token2_s=6e-11,
+        step_const_s=12.6e-3,
+        step_request_s=130e-6,
+        step_context_token_s=0.26e-6,
+        time_scale=1.0,
+        chunk_tokens=2048,
+        tokens_per_step=1,
+        preempts=True,
+        load_s=0.0,
+        load_fails=False,
+        die_after_tokens=0,
+        freeze_after_tokens=0,
+        fail_rate=0.0,
+        ignores_aborts=False,
+    )

@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 from typing import Any
 
+import msgspec
 import pytest
 
 import broker.core
@@ -67,6 +68,12 @@ def test_values_are_frozen(data: Any) -> None:
 def test_a_mistyped_field_is_an_error(data: Any) -> None:
     """Slots: assigning a field that does not exist cannot go unnoticed, and a hundred thousand requests fit in memory."""
     assert not any("__dict__" in vars(base) for base in data.__mro__)
+
+
+@pytest.mark.parametrize("body", [found for found in CLASSES if issubclass(found, msgspec.Struct)], ids=name_of)
+def test_what_was_decoded_stays_as_it_was(body: Any) -> None:
+    """Parts of bodies that clients sent are values too."""
+    assert body.__struct_config__.frozen
 
 
 @pytest.mark.parametrize("states", [found for found in CLASSES if issubclass(found, enum.Enum)], ids=name_of)
