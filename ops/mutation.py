@@ -6,6 +6,7 @@ sample of the places, changes one at a time in a copy of the tree, and runs the 
 - A *site* is a span of code that some operator can change. Sites are drawn evenly over all files, and one of the mutants of
   each site is drawn evenly, so that an operator with eleven replacements does not outvote one with a single one.
 - Annotations are no sites: ``from __future__ import annotations`` makes them text that nothing evaluates.
+- What is no Python (cosmic-ray takes the star of a signature for an operator) is invalid and left out of all counts.
 - Killed: a test fails, nothing can be imported, or the time limit passes. Everything else survived: mutants that no test
   reaches and mutants that mean the same as the original included. No comment in the code can exclude anything.
 
@@ -59,7 +60,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a mutant: ``verdict`` is killed, timeout, survived or unreached (no test runs the line)."""
+    """What became of a mutant: ``verdict`` is killed, timeout, survived, unreached (no test runs the line), or invalid."""
 
     mutant: Mutant
     verdict: str
@@ -72,6 +73,7 @@ class Summary:
 
     seed: int
     sites: int
+    invalid: int
     sampled: int
     killed: int
     timeouts: int
@@ -240,6 +242,10 @@ def _test(tree: Tree, mutant: Mutant, reach: Reach) -> Outcome:
     source = path.read_text()
     changed = mutated(source, mutant)
     diff = "\n".join(difflib.unified_diff(source.split("\n"), changed.split("\n"), lineterm="", n=0)).partition("@@\n")[2]
+    try:
+        compile(changed, mutant.path, "exec")
+    except SyntaxError:
+        return Outcome(mutant, "invalid", diff)
     tests = reach.tests_of(source, mutant)
     if not tests:
         return Outcome(mutant, "unreached", diff)
@@ -258,7 +264,8 @@ def _test(tree: Tree, mutant: Mutant, reach: Reach) -> Outcome:
     return Outcome(mutant, "killed" if code else "survived", diff)
 
 
-def _summary(outcomes: list[Outcome], seed: int, sites: int, seconds: float) -> Summary:
+def _summary(drawn: list[Outcome], seed: int, sites: int, seconds: float) -> Summary:
+    outcomes = [outcome for outcome in drawn if outcome.verdict != "invalid"]
     killed = [outcome for outcome in outcomes if outcome.verdict in ("killed", "timeout")]
     modules: dict[str, list[int]] = {}
     for outcome in outcomes:
@@ -269,6 +276,7 @@ def _summary(outcomes: list[Outcome], seed: int, sites: int, seconds: float) -> 
     return Summary(
         seed=seed,
         sites=sites,
+        invalid=len(drawn) - len(outcomes),
         sampled=len(outcomes),
         killed=len(killed),
         timeouts=sum(outcome.verdict == "timeout" for outcome in outcomes),
