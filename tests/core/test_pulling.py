@@ -89,3 +89,15 @@ def test_pulls_are_short_only_where_queues_must_take_turns() -> None:
         pulls = planner(kv_pages=1000).plan(0.0, free_slots=8, free_pages=free_pages)
         assert [pull.expires_s for pull in pulls].count(0.25) == (6 if short else 0)
         assert len(pulls) == (6 if short else 4)
+
+
+def test_credits_of_empty_queues_stay_within_their_slack() -> None:
+    """However often the room changes while they are open."""
+    made = planner(kv_pages=1000)
+    for free_slots in (2, 3, 4, 5, 3, 8):
+        made.plan(0.0, free_slots=free_slots, free_pages=1000)
+        assert made.outstanding <= PULL_SLACK
+    made = planner(kv_pages=1000)
+    assert len(made.plan(0.0, free_slots=1, free_pages=1000)) == 3
+    assert len(made.plan(0.0, free_slots=2, free_pages=1000)) == 1
+    assert len(made.plan(0.0, free_slots=8, free_pages=1000)) == 2

@@ -201,3 +201,21 @@ def test_ended_requests_are_remembered_for_a_minute(after_s: float, reason: str)
     gateway(e.ClientLeft(R))
     gateway(e.Ticked(), after_s=after_s)
     assert gateway.claim() == [f"5: refuse {reason}"]
+
+
+def test_a_replica_that_is_done_does_not_keep_others_from_their_held() -> None:
+    """Each beat goes to everybody who has something, or just had."""
+    gateway = in_state(State.RUNNING)
+    gateway.submit(RequestId("gw-2"))
+    gateway.claim(RequestId("gw-2"), replica=OTHER)
+    gateway.frames(delta(0, finish_reason="stop", end=True))
+    beats: list[list[str]] = []
+    for _ in range(30):
+        gateway(e.BusRoundTripMade())
+        beats.append([line.split(" to ")[1] for line in gateway(e.Ticked(), after_s=0.2) if line.startswith("held")])
+        gateway.frames(replica=OTHER)
+        if gateway.now_s < 1.5:
+            gateway.frames()
+    assert all("rep-b: gw-2.1[0]" in beat for beat in beats)
+    assert ["rep-a: " in beat for beat in beats][:9] == [True] * 9
+    assert beats[-1] == ["rep-b: gw-2.1[0]"]
