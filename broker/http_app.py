@@ -56,6 +56,8 @@ class HttpOptions:
     """How the HTTP face behaves."""
 
     body_bytes_max: int = 8 * 1024 * 1024
+    bodies_bytes_max: int = 1024 * 1024 * 1024
+    """Of all bodies that are held at once, each from its first byte to the end of its answer."""
     sse_open_after_s: float = 5.0
     """Until then a stream's headers are held back, so that an early error keeps its HTTP status (PAINS A7)."""
     keep_alive_s: float = 5.0
@@ -78,6 +80,7 @@ class HttpApp:
         self._gateway = gateway
         self._options = options
         self._keys = keys
+        self._bodies_bytes = 0
         self._rest = _rest_of_the_routes(gateway)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,6 +109,7 @@ class HttpApp:
             try:
                 await self._completion(endpoint, caller, headers, watch, send)
             finally:
+                self._forget_body(watch)
                 watch.stop()
 
     async def _completion(
@@ -113,7 +117,7 @@ class HttpApp:
     ) -> None:
         try:
             _check_content_type(headers)
-            body = await self._read_body(headers, watch.receive)
+            body = await self._read_body(headers, watch)
         except ApiError as error:
             await _send_error(send, error)
             return
@@ -139,7 +143,7 @@ class HttpApp:
         finally:
             exchange.leave()
 
-    async def _read_body(self, headers: dict[str, str], receive: Receive) -> bytes:
+    async def _read_body(self, headers: dict[str, str], watch: _Watch) -> bytes:
         limit = self._options.body_bytes_max
         too_large = ApiError(413, f"The request body is over the limit of {limit} bytes.", code="request_too_large")
         announced = headers.get("content-length", "")
@@ -150,15 +154,17 @@ class HttpApp:
         try:
             async with asyncio.timeout(BODY_READ_S_MAX):
                 while True:
-                    message = await receive()
+                    message = await watch.receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientGone
                     part: bytes = message.get("body", b"")
                     size += len(part)
                     if size <= limit:
                         parts.append(part)
+                        self._hold_body(watch, len(part))
                     else:
                         parts.clear()
+                        self._forget_body(watch)
                         if size > DISCARDED_BYTES_MAX:
                             raise too_large
                     if not message.get("more_body", False):
@@ -168,6 +174,17 @@ class HttpApp:
         if size > limit:
             raise too_large
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _hold_body(self, watch: _Watch, size_bytes: int) -> None:
+        watch.body_bytes += size_bytes
+        self._bodies_bytes += size_bytes
+        if self._bodies_bytes > self._options.bodies_bytes_max:
+            message = "This gateway holds as many bytes of requests as it takes."
+            raise ApiError(503, message, type="server_error", code="overloaded", retry_after_s=1)
+
+    def _forget_body(self, watch: _Watch) -> None:
+        self._bodies_bytes -= watch.body_bytes
+        watch.body_bytes = 0
 
     async def _stream(self, exchange: Exchange, send: Send) -> None:
         """Server-sent events. Headers go out with the first output or after ``sse_open_after_s``, whichever comes first."""
@@ -226,6 +243,8 @@ class _Watch:
 
     def __init__(self, receive: Receive, abort: Callable[[], None] | None, unread_s_max: float) -> None:
         self.receive = receive
+        self.body_bytes = 0
+        """Of the request's body, as far as it is held."""
         self._abort = abort
         self._unread_s_max = unread_s_max
         self._exchange: Exchange | None = None

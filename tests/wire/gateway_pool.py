@@ -334,6 +334,7 @@ class Pool:
         self._replicas: list[ScriptedReplica] = []
         self._digests = 0
         self.gateway: Gateway
+        self.app: HttpApp
         self.server: HttpServer
         self.ingress: NatsIngress
         self.bus: NatsBus
@@ -420,7 +421,8 @@ async def open_pool(
         own = await NatsBus.connect(nats_url, name="gateway", wait=True)
         stack.push_async_callback(own.close)
         pool.gateway = Gateway(own, gateway)
-        pool.server = HttpServer(HttpApp(pool.gateway, http or HttpOptions(), keys), host="127.0.0.1", port=0)
+        pool.app = HttpApp(pool.gateway, http or HttpOptions(), keys)
+        pool.server = HttpServer(pool.app, host="127.0.0.1", port=0)
         pool.ingress = NatsIngress(own, pool.gateway)
         await pool.gateway.start()
         stack.push_async_callback(pool.gateway.stop)

@@ -304,3 +304,19 @@ async def test_the_gateway_still_serves_after_all_that(pool: Pool) -> None:
     await pool.replica(model)
     assert (await pool.chat(model.name)).status_code == 200
     await until(lambda: len(pool.tickets) == 1, "its ticket was seen")
+
+
+async def test_the_bodies_of_all_requests_are_bounded_together(nats_server: NatsServer) -> None:
+    """A flood of large prompts cannot take the gateway's memory: one too many is 503, and there is room again later."""
+    async with open_pool(nats_server.url, http=HttpOptions(bodies_bytes_max=100_000)) as pool:
+        model = record(max_context_len=1 << 16)
+        await pool.register(model)
+        large = [{"role": "user", "content": "x" * 60_000}]
+        waiting = asyncio.ensure_future(pool.chat(model.name, messages=large, max_tokens=1))
+        await until(lambda: pool.app._bodies_bytes > 60_000 or waiting.done(), "the first is held")
+        refused = await pool.chat(model.name, messages=large)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"] == "1"
+        waiting.cancel()
+        await until(lambda: pool.app._bodies_bytes == 0, "nothing is held any more")
+        assert (await pool.chat("unheard-of", messages=large)).status_code == 404
