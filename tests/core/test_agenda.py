@@ -49,5 +49,5 @@ def test_an_agenda_does_not_grow_by_moving() -> None:
     agenda.set("a", 50.0)
     for number in range(10_000):
         agenda.set("b", 100.0 + number)
-    assert len(agenda._heap) < 200
+        assert len(agenda._heap) <= 2 * 2 + 64
     assert due(agenda, 20_000.0) == ["a", "b"]

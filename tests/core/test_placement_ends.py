@@ -110,6 +110,16 @@ def test_a_victim_that_has_drained_may_die() -> None:
     assert bench.core.catalogue.model(A.model_hash).early_deaths == 0
 
 
+def test_a_victim_that_dies_with_requests_is_declared_dead() -> None:
+    """Even if it said that it had drained: its last report shows requests, and their gateways must hear."""
+    bench = settled(A, B)
+    drain = draining(bench, running=1)
+    bench.ended(drain)
+    died(bench, RESIDENT)
+    assert list(bench.digest.dead) == [RESIDENT]
+    assert bench.alerts() == []
+
+
 def test_a_replica_that_nobody_knows_may_die() -> None:
     """A late word on what is gone and was never listed here changes nothing."""
     bench = settled(A)

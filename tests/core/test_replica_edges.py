@@ -101,3 +101,30 @@ def test_requests_of_two_gateways_do_not_mix() -> None:
         lines += replica.held((1, (0,)))
     assert not [line for line in lines if line.startswith("abort")]
     assert replica(e.EngineStepped((end(),))) == ["frames gw-1.1:0+1!"]
+
+
+def test_a_request_that_two_held_do_not_name_is_over() -> None:
+    """The first two count as any two, a beat that names it starts the count again, and a doubled beat is none."""
+    replica = in_phase(Phase.RUNNING)
+    assert replica.held() == ["frames "]
+    replica.held_sequence -= 1
+    assert replica.held() == []
+    assert "abort gw-1.1" in replica.held()
+    replica = in_phase(Phase.RUNNING)
+    for _ in range(3):
+        assert replica.held() == ["frames "]
+        assert replica.held((1, (0,))) == ["frames "]
+
+
+def test_a_replica_is_idle_when_no_gateway_has_to_be_heard() -> None:
+    """Neither while it holds a request nor while it still knows its gateway."""
+    assert Replica().core.idle
+    replica = in_phase(Phase.RUNNING)
+    assert (replica.core.idle, replica.core.held) == (False, 1)
+    replica.held()
+    replica.held()
+    assert (replica.core.idle, replica.core.held) == (False, 0)
+    replica.wait(60)
+    assert replica.core.idle
+    claiming = in_phase(Phase.CLAIMING)
+    assert not claiming.core.idle
