@@ -426,7 +426,8 @@ class Gateway:
         live.granted = False
         self._admission.requeued(restart.request)
         self.metrics.of(live.view.record.name).attempts.inc()
-        log.info("a request waits again", request=restart.request, attempt=restart.attempt, reason=restart.reason)
+        # Not the reason: it may be an engine's error, which may quote the prompt.
+        log.info("a request waits again", request=restart.request, attempt=restart.attempt, lost=live.exchange.replica)
 
     def ended(self, end: EndRequest) -> None:
         """The request has ended."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import structlog
 from openai import APIError
 
 from subjects.messages import Failure, FailureKind, SlaClass
@@ -287,6 +288,18 @@ async def test_a_failure_inside_a_whole_answer_is_a_5xx(pool: Pool) -> None:
     await pool.replica(model, fails(Failure(kind=FailureKind.SICK, message="engine died", status=500), after=2))
     response = await pool.chat(model.name)
     assert response.status_code in (500, 502, 503) and "error" in response.json()
+
+
+async def test_what_an_engine_says_of_a_request_is_not_logged(pool: Pool) -> None:
+    """An engine's error may quote the prompt: the client reads it, the log does not, not even when the request goes on."""
+    model = record()
+    await pool.register(model)
+    await pool.replica(model, fails(Failure(kind=FailureKind.SICK, message="cannot read 'my secret'", status=500), after=0))
+    with structlog.testing.capture_logs() as lines:
+        response = await pool.chat(model.name)
+    assert response.status_code == 502 and "my secret" in response.text
+    assert [line["event"] for line in lines].count("a request waits again") == 2
+    assert "my secret" not in str(lines)
 
 
 async def sse(pool: Pool, model: str, **fields: Any) -> list[dict[str, Any]]:
