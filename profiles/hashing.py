@@ -33,6 +33,7 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+_MORE_TEMPLATES = "additional_chat_templates"
 _CONFIG_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 _SETTLED_S = 2.0
 """A file changed more recently than this may change again within one tick of its clock: its digest is not remembered."""
@@ -79,7 +80,8 @@ def tokenizer_hash(directory: Path, chat_template: str = "") -> str:
     """
     digests = Digests()
     state = hashlib.sha256(b"carpool tokenizer 1\n")
-    for name in _TOKENIZER_FILES:
+    more_templates = sorted(path.name for path in (directory / _MORE_TEMPLATES).glob("*.jinja"))
+    for name in (*_TOKENIZER_FILES, *(f"{_MORE_TEMPLATES}/{template}" for template in more_templates)):
         if (directory / name).is_file():
             state.update(f"{digests.file(directory / name)} {name}\n".encode())
     if chat_template or not has_chat_template(directory):

@@ -409,8 +409,12 @@ def test_hashes_tell_variants_apart(tmp_path: Path) -> None:
         json.dumps(json.loads((tmp_path / "m" / "config.json").read_text()) | {"rope_theta": 5e5})
     )
     turned = record_of({"source": "m"}, tmp_path)
-    hashes = {base.model_hash, single.model_hash, templated.model_hash, defaults.model_hash, turned.model_hash}
-    assert len(hashes) == 5
+    more = tmp_path / "m" / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("x")
+    with_tools = record_of({"source": "m"}, tmp_path)
+    records = (base, single, templated, defaults, turned, with_tools)
+    assert len({record.model_hash for record in records}) == len(records)
     assert turned.weights_hash == base.weights_hash
     assert turned.kv_signature != defaults.kv_signature == base.kv_signature
 
