@@ -25,7 +25,10 @@ def records_of(files: Sequence[Path]) -> list[ModelRecord]:
     records: list[ModelRecord] = []
     for path in files:
         for service in load_services(path):
-            record = build_record(service, path.parent)
+            try:
+                record = build_record(service, path.parent)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
             if any(other.name == record.name for other in records):
                 raise ConfigError(f"{path}: metadata.name: {record.name!r} is declared twice; give one another name")
             records.append(record)

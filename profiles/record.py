@@ -43,7 +43,9 @@ def build_record(service: ModelService, base_dir: Path, *, progress: Progress | 
             case EngineType.SIMULATED:
                 return _simulated_record(service, base_dir)
     except ConfigError as error:
-        raise ConfigError(f"{service.metadata.name}: {error}") from None
+        # What does not name a field is wrong with the files, and those are where spec.source points.
+        field = "" if str(error).startswith("spec.") else "spec.source: "
+        raise ConfigError(f"{service.metadata.name}: {field}{error}") from None
 
 
 def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
