@@ -55,6 +55,7 @@ class Catalogue:
         self._of_hash: dict[ModelHash, ModelRecord] = {}
         self._models: dict[ModelHash, Model] = {}
         self._pins: dict[str, bool] = {}
+        self._pinned: set[ModelHash] = set()
 
     def load(self, records: Iterable[ModelRecord]) -> None:
         """The whole registry."""
@@ -77,17 +78,21 @@ class Catalogue:
         self.news += 1
         self.all_co_locate = all(record.allow_co_location for record in self.records.values())
         self._of_hash.clear()
+        self._pinned.clear()
         for name in sorted(self.records):
-            self._of_hash.setdefault(self.records[name].model_hash, self.records[name])
+            record = self.records[name]
+            self._of_hash.setdefault(record.model_hash, record)
+            if self._pins.get(name, record.pinned):
+                self._pinned.add(record.model_hash)
 
     def pin(self, name: str, pinned: bool) -> None:
         """A person's word; it wins over the record's."""
         self._pins[name] = pinned
-        self.news += 1
+        self._index()
 
     def pinned(self, record: ModelRecord) -> bool:
-        """Whether a model may not be evicted."""
-        return self._pins.get(record.name, record.pinned)
+        """Whether a model may not be evicted: one of the names that share it is pinned."""
+        return record.model_hash in self._pinned
 
     def by_name(self) -> list[ModelRecord]:
         """All records in order of name."""

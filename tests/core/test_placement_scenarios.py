@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.scheduler_events import ModelPinned, ModelRemoved, SchedulerSettings, UnloadRequested
+from broker.core.scheduler_events import ModelPinned, ModelRemoved, ModelUnpinned, SchedulerSettings, UnloadRequested
 from subjects.messages import EngineType
-from tests.core.scheduler_world import World, record
+from tests.core.scheduler_world import World, model_hash, record
 
 A, B, C = record("a"), record("b"), record("c")
 
@@ -267,6 +267,23 @@ def test_a_persons_pin_wins_over_the_record() -> None:
     request = world.ask("b")
     world.run(30)
     assert "pinned" in request.refusal and world.loaded() == ["a"]
+
+
+def test_a_pin_counts_under_each_name_of_a_model() -> None:
+    """Two names may share one model; the pin of either keeps it, until both are unpinned (C5)."""
+    second = record("z", model_hash=model_hash("a"))
+    world = World(A, second, B)
+    world.agent(cpu0=1.0)
+    world.ask("a")
+    world.run(5)
+    world.step(ModelPinned("z"))
+    request = world.ask("b")
+    world.run(30)
+    assert "pinned" in request.refusal and world.loaded() == ["a"]
+    world.step(ModelUnpinned("z"))
+    world.ask("b")
+    world.run(60)
+    assert world.loaded() == ["b"]
 
 
 def test_a_model_that_can_never_fit_is_refused_at_once_with_numbers() -> None:
