@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from broker.core.scheduler_events import OperationSeen, SchedulerCommand, SendCommand
 from broker.core.transactions import Stage
 from subjects.ids import ReplicaId
-from subjects.messages import LoadModel, ReplicaDied, ReplicaState, UnloadReplica
+from subjects.messages import CommandOutcome, LoadModel, ReplicaDied, ReplicaState, UnloadReplica
 from tests.core.scheduler_world import GIB, record
 from tests.core.test_placement import A, B, Bench, V, W, listed, sent, settled
 
@@ -190,3 +192,32 @@ def test_an_older_waiter_claims_a_device_that_is_bigger_than_it() -> None:
     busy = listed("a", gib=1.0, running=1, idle_s=0.0, state_s=1.0, replica="a-9-2-00000000ab")
     (load,) = sent(bench.report(busy, worker=V, gib=2.25))
     assert isinstance(load.command, LoadModel) and (load.worker, load.command.record) == (V, B)
+
+
+def test_the_timeline_tells_how_long_each_step_took() -> None:
+    """An eviction until its process was gone, however long the load took afterwards."""
+    bench = settled(A, B)
+    drain = draining(bench)
+    bench.tick(1.0)
+    (unload,) = sent(bench.ended(drain))
+    bench.tick(0.5)
+    (load,) = [command for command in sent(bench.ended(unload)) if isinstance(command.command, LoadModel)]
+    bench.answer(load)
+    bench.tick(3.0)
+    bench.ended(load, replica="b-7-1-00000000bb")
+    assert [(entry.action, entry.took_s) for entry in bench.digest.timeline] == [("evict", 1.5), ("load", 2.0)]
+
+
+def test_a_victim_that_is_given_up_is_told_with_its_reason() -> None:
+    """Its process never ended; how long it was tried is told all the same."""
+    bench = settled(A, B)
+    bench.report(listed("a"))
+    (drain,) = sent(bench.demand(b=0.2))
+    (unload,) = sent(bench.ended(drain))
+    for _ in range(4):
+        bench.answer(unload, CommandOutcome.REFUSED, "no")
+        again = sent(bench.tick(1.1))
+        unload = again[0] if again else unload
+    evicted = bench.digest.timeline[0]
+    assert (evicted.action, evicted.outcome) == ("evict", f"{RESIDENT} could not be unloaded: refused: no")
+    assert evicted.took_s == pytest.approx(3.3, abs=0.05)

@@ -7,6 +7,7 @@ import enum
 import importlib
 import inspect
 import pkgutil
+import types
 from typing import Any
 
 import msgspec
@@ -62,6 +63,20 @@ def name_of(found: type) -> str:
 def test_values_are_frozen(data: Any) -> None:
     """No field of an event, command, setting or answer can be assigned."""
     assert data.__dataclass_params__.frozen is (data.__name__ not in STATE)
+
+
+def test_events_and_commands_are_values() -> None:
+    """Every member of a union of events or commands is a dataclass, those without fields too: equal ones are equal."""
+    members = {
+        member
+        for module in MODULES
+        for found in vars(module).values()
+        if isinstance(found, types.UnionType)
+        for member in found.__args__
+        if member in CLASSES
+    }
+    assert len(members) > 60
+    assert sorted(name_of(member) for member in members if member not in DATA) == []
 
 
 @pytest.mark.parametrize("data", DATA, ids=name_of)

@@ -669,6 +669,6 @@ class SimulatedCore:
         return ceil(tokens / self.profile.block_size)
 
 
-def failure_delta(request: RequestId, attempt: int, failure: Failure, *, index: int = 0) -> Delta:
+def failure_delta(request: RequestId, attempt: int, failure: Failure, *, index: int) -> Delta:
     """The one delta that ends a request with ``failure``; ``index`` is the next unit of its first choice."""
     return Delta(request=request, attempt=attempt, first_token_index=index, units=0, end=True, failure=failure)
