@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import click
 
+_PORT = click.IntRange(0, 65535)
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -86,11 +87,11 @@ def _bus_url(nats_url: str, pool_name: str = "default") -> str:
 
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP endpoint.")
-@click.option("--port", default=8080, show_default=True, help="Port of the HTTP endpoint; 0 takes any free one.")
+@click.option("--port", default=8080, type=_PORT, show_default=True, help="Port of the HTTP endpoint; 0 takes any free one.")
 @click.option("--nats", "nats_url", default="", help="Join this NATS server (JetStream on) and start none.")
 @click.option("--redis", "redis_url", default="", help="Join this Redis or Valkey server and start none.")
-@click.option("--nats-port", default=0, help="Port of the embedded NATS server; 0 (default) takes any free one.")
-@click.option("--redis-port", default=0, help="Port of the embedded Valkey; 0 (default) takes any free one.")
+@click.option("--nats-port", default=0, type=_PORT, help="Port of the embedded NATS server; 0 (default) takes any free one.")
+@click.option("--redis-port", default=0, type=_PORT, help="Port of the embedded Valkey; 0 (default) takes any free one.")
 @click.option("--device", "devices", multiple=True, help="A device to serve on, such as cpu:4GiB. May be repeated.")
 @click.option("-f", "files", multiple=True, type=click.Path(path_type=Path), help="Models to apply once it is up.")
 @click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
@@ -156,7 +157,7 @@ def _state_dir(given: Path | None, pool_name: str = "default") -> Path:
 
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, help="Port to listen on; 0 takes any free one.")
+@click.option("--port", default=8080, type=_PORT, show_default=True, help="Port to listen on; 0 takes any free one.")
 @click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--id", "name", default="gateway", show_default=True, help="Name of this gateway on the bus.")

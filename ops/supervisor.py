@@ -36,6 +36,8 @@ STOP_S_MAX: dict[str, float] = {"gateway": 45.0, "scheduler": 10.0, "worker": 60
 """After SIGTERM a part gets this long before SIGKILL."""
 _STOP_ORDER = ("gateway", "scheduler", "worker", "valkey", "nats")
 _POLL_S = 0.1
+LOCK_S_MAX = 0.3
+"""A command that looks whether a pool runs holds its lock for a moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +71,22 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def running_pool(state_dir: Path) -> Endpoints | None:
-    """The endpoints of the pool that runs in ``state_dir``, or None when none runs there."""
+    """The endpoints of the pool that runs in ``state_dir``, or None when none runs there.
+
+    Its lock tells, not its pid: a file that a killed pool left behind may name a pid that is somebody else's by now.
+    """
     try:
-        endpoints = msgspec.json.decode((state_dir / "endpoints.json").read_bytes(), type=Endpoints)
-        os.kill(endpoints.pid, 0)
-    except PermissionError:
+        with (state_dir / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
+    except BlockingIOError:
+        pass  # held by the pool
+    except OSError:
+        return None
+    try:
+        return msgspec.json.decode((state_dir / "endpoints.json").read_bytes(), type=Endpoints)
     except (OSError, msgspec.MsgspecError):
         return None
-    return endpoints
 
 
 class _Part:
@@ -189,9 +198,12 @@ class Pool:
 
         options = self._options
         state = options.state_dir
-        (state / "logs").mkdir(parents=True, exist_ok=True)
-        state.chmod(0o700)
-        self._take_lock(state)
+        try:
+            (state / "logs").mkdir(parents=True, exist_ok=True)
+            state.chmod(0o700)
+            self._take_lock(state)
+        except OSError as error:
+            raise ConfigError(f"{state}: cannot hold a pool's state ({error.strerror}); set $CARPOOL_STATE") from None
         self._broken = asyncio.get_running_loop().create_future()
         http_port = self._port("--port", options.http_port)
         environment = {**os.environ, **options.environment, "PYTHONUNBUFFERED": "1"}
@@ -259,18 +271,28 @@ class Pool:
 
     def _take_lock(self, state: Path) -> None:
         lock = (state / "lock").open("wb")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise ConfigError(f"another pool runs in {state}: end it, or give this one another --name") from None
-        # The lock goes with the process, so a killed supervisor leaves none behind.
+        deadline_s = time.monotonic() + LOCK_S_MAX
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline_s:
+                    lock.close()
+                    raise ConfigError(f"another pool runs in {state}: end it, or give this one another --name") from None
+                time.sleep(LOCK_S_MAX / 10)
+        # The lock goes with the process, so a killed supervisor leaves none behind; its word on where it was goes now.
         self._lock = lock
+        (state / "endpoints.json").unlink(missing_ok=True)
 
     def _port(self, flag: str, wanted: int) -> int:
         host = self._options.host if flag == "--port" else "127.0.0.1"
+        try:
+            free = free_port(host)
+        except OSError:
+            raise ConfigError(f"--host {host}: is no address of this machine") from None
         if not wanted:
-            return free_port(host)
+            return free
         if not port_is_free(host, wanted):
             raise ConfigError(f"{flag} {wanted}: the port is taken on {host}; give another one, or 0 for any free port")
         return wanted
@@ -352,6 +374,22 @@ def _listens(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((host, port)) == 0
+
+
+def end_start_on_signal() -> None:
+    """Until :func:`until_signal` takes over, the first SIGINT or SIGTERM cancels the calling task; more are harmless."""
+    loop = asyncio.get_running_loop()
+    starting = asyncio.current_task()
+    told = False
+
+    def end() -> None:
+        nonlocal told
+        if not told and starting is not None:
+            told = True
+            starting.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
 
 
 async def until_signal(pool: Pool) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ops.models import apply_files, records_of
 from ops.paths import pool_state
-from ops.supervisor import Pool, PoolOptions, until_signal
+from ops.supervisor import Pool, PoolOptions, end_start_on_signal, until_signal
 
 DEFAULT_PORT = 8080
+INTERRUPTED = 130
+"""Exit code after a signal that came before the pool was ready."""
 
 
 async def run_up(
@@ -40,18 +44,23 @@ async def run_up(
         gateway_flags=gateway_flags,
         worker=worker,
     )
+    end_start_on_signal()
     print("carpool: starting", flush=True)
-    async with Pool(options, say=lambda line: print(f"carpool: {line}", flush=True)) as pool:
-        assert pool.endpoints is not None
-        print(f"  OpenAI endpoint  {pool.http_url}/v1")
-        print(f"  NATS             {_without_secret(pool.endpoints.nats_url)}")
-        print(f"  Redis            {_without_secret(pool.endpoints.redis_url)}")
-        print(f"  logs             {options.state_dir / 'logs'}", flush=True)
-        if files:
-            await apply_files(files, nats_url=pool.nats_url)
-        print("carpool: ready (Ctrl-C ends it; running requests finish first)", flush=True)
-        code = await until_signal(pool)
-        print("carpool: ending", flush=True)
+    try:
+        async with Pool(options, say=lambda line: print(f"carpool: {line}", flush=True)) as pool:
+            assert pool.endpoints is not None
+            print(f"  OpenAI endpoint  {pool.http_url}/v1")
+            print(f"  NATS             {_without_secret(pool.endpoints.nats_url)}")
+            print(f"  Redis            {_without_secret(pool.endpoints.redis_url)}")
+            print(f"  logs             {options.state_dir / 'logs'}", flush=True)
+            if files:
+                await apply_files(files, nats_url=pool.nats_url)
+            print("carpool: ready (Ctrl-C ends it; running requests finish first)", flush=True)
+            code = await until_signal(pool)
+            print("carpool: ending", flush=True)
+    except asyncio.CancelledError:
+        print("carpool: ended while it started", file=sys.stderr)
+        return INTERRUPTED
     return code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -21,7 +22,8 @@ import pytest
 from ops.control import control
 from ops.models import records_of
 from ops.servers import port_is_free
-from ops.supervisor import Pool, PoolOptions, running_pool
+from ops.supervisor import Endpoints, Pool, PoolOptions, running_pool
+from ops.up import INTERRUPTED
 
 SERVICES = """
 apiVersion: llm.serving/v1
@@ -158,3 +160,67 @@ async def test_second_pool_of_one_name_says_so_in_one_line(tmp_path: Path) -> No
         assert second.returncode == 2
         assert "another pool runs in" in output.decode().splitlines()[-1]
         assert first.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("after_s", [0.0, 0.7])
+async def test_a_signal_while_it_starts_ends_what_was_started(tmp_path: Path, number: int, after_s: float) -> None:
+    """In order, with one line; a second signal is harmless, and the next start is none the worse (PAINS D8)."""
+    with _carpool_up(tmp_path) as process:
+        assert process.stdout is not None
+        await asyncio.to_thread(process.stdout.readline)
+        await asyncio.sleep(after_s)
+        below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        process.send_signal(number)
+        await asyncio.sleep(0.1)
+        process.send_signal(number)
+        output, _ = await asyncio.to_thread(process.communicate, None, 60)
+        assert process.returncode in (INTERRUPTED, -number)  # the second may hit the interpreter's own end
+        assert output.decode().splitlines()[-1] == "carpool: ended while it started"
+    assert await _eventually(_gone(below))
+    assert running_pool(tmp_path / "default") is None
+
+
+def test_what_a_killed_pool_left_behind_names_no_pool(tmp_path: Path) -> None:
+    """Its pid may be anybody's by now, and the file may be broken: only the lock tells that a pool runs."""
+    endpoints = Endpoints(pid=os.getpid(), http_url="http://127.0.0.1:1", nats_url="nats://127.0.0.1:1", redis_url="")
+    assert running_pool(tmp_path) is None
+    (tmp_path / "endpoints.json").write_bytes(msgspec.json.encode(endpoints))
+    assert running_pool(tmp_path) is None
+    (tmp_path / "lock").touch()
+    assert running_pool(tmp_path) is None
+    with (tmp_path / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert running_pool(tmp_path) == endpoints
+        (tmp_path / "endpoints.json").write_bytes(b'{"pid": 99999999999999999999999}')
+        assert running_pool(tmp_path) is None
+    (tmp_path / "lock").unlink()
+    (tmp_path / "lock").mkdir()
+    assert running_pool(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "70000"], "70000"),
+        (["--redis-port", "-1"], "-1"),
+        (["--host", "no-such-host.invalid"], "--host no-such-host.invalid: is no address of this machine"),
+    ],
+)
+def test_wrong_flags_are_told_in_one_line(tmp_path: Path, flags: list[str], said: str) -> None:
+    """Exit code 2 and no traceback."""
+    with _carpool_up(tmp_path, *flags) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said in output.decode().splitlines()[-1]
+    assert b"Traceback" not in output
+
+
+def test_a_state_directory_that_cannot_be_is_told_in_one_line(tmp_path: Path) -> None:
+    """A file stands where the directory should be."""
+    (tmp_path / "file").touch()
+    with _carpool_up(tmp_path / "file") as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "cannot hold a pool's state" in output.decode().splitlines()[-1]
+    assert b"Traceback" not in output
