@@ -8,6 +8,7 @@ from subjects.errors import BusError, ConfigError, NoResponders
 PAYLOAD_BYTES_MIN = 1024 * 1024
 """NATS's own default. A part of a grant holds up to 256 KiB of body and as much of tokens; the pool's digest grows."""
 CONNECT_S_MAX = 5.0
+LOOK_S_MAX = 1.0
 
 
 def bus_urls(nats_url: str) -> list[str]:
@@ -15,17 +16,21 @@ def bus_urls(nats_url: str) -> list[str]:
     return [url.strip() for url in nats_url.split(",") if url.strip()]
 
 
-async def check_nats(nats_url: str, *, timeout_s: float = CONNECT_S_MAX) -> None:
-    """Whether a pool can live on this server.
+async def check_nats(nats_url: str, *, must_answer: bool = True) -> None:
+    """Whether a pool can live on this server. With ``must_answer=False`` a server that does not answer now is fine: a part
+    that is started alone waits for its bus.
 
     Raises:
         ConfigError: it cannot be reached, has no JetStream, or takes too small messages; with the remedy.
     """
     from subjects.nats_bus import NatsBus
 
+    timeout_s = CONNECT_S_MAX if must_answer else LOOK_S_MAX
     try:
         bus = await NatsBus.connect(bus_urls(nats_url), name="carpool-check", timeout_s=timeout_s)
     except (BusError, ValueError) as error:
+        if not must_answer and isinstance(error, BusError):
+            return
         raise ConfigError(f"--nats: {error}; check the address, or leave it out and a server is started here") from None
     try:
         if bus.payload_bytes_max < PAYLOAD_BYTES_MIN:
@@ -38,6 +43,8 @@ async def check_nats(nats_url: str, *, timeout_s: float = CONNECT_S_MAX) -> None
         except NoResponders:
             raise ConfigError("--nats: the server has no JetStream; start it with -js, or with a jetstream block") from None
         except BusError as error:
+            if not must_answer:
+                return
             raise ConfigError(f"--nats: {error}; the pool needs JetStream with memory and file storage") from None
     finally:
         await bus.close()

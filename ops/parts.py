@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ops import logs
+from ops.joined import check_nats
 
 
 async def gateway(
@@ -16,6 +17,7 @@ async def gateway(
     from broker.gateway_main import GatewayConfig, run_gateway
 
     logs.configure("gateway")
+    await check_nats(",".join(nats_urls), must_answer=False)
     config = GatewayConfig(
         nats_urls=tuple(nats_urls),
         host=host,
@@ -32,6 +34,7 @@ async def scheduler(*, nats_urls: Sequence[str], name: str, state_dir: Path, sha
     from broker.scheduler import SchedulerConfig, run_scheduler
 
     logs.configure("scheduler")
+    await check_nats(",".join(nats_urls), must_answer=False)
     return await run_scheduler(
         SchedulerConfig(nats_urls=tuple(nats_urls), name=name, state_dir=state_dir, queue_shards=shards)
     )
@@ -45,6 +48,7 @@ async def worker(
     from workers.devices import parse_devices
 
     logs.configure("worker")
+    await check_nats(",".join(nats_urls), must_answer=False)
     config = AgentConfig(
         name=name or default_name(),
         nats_urls=tuple(nats_urls),

@@ -61,7 +61,7 @@ class BareServer(NatsServer):
     [((), "has no JetStream; start it with -js"), (("jetstream {}", "max_payload: 64KB"), "raise max_payload")],
 )
 async def test_a_server_that_cannot_serve_is_told_in_one_line(tmp_path: Path, lines: tuple[str, ...], said: str) -> None:
-    """Without JetStream, or with too small messages, nothing is started and the remedy is named."""
+    """Without JetStream, or with too small messages, nothing is started and the remedy is named; so for a single part."""
     own = [line.replace("{}", f"{{store_dir: {str(tmp_path)!r}}}") for line in lines]
     server = BareServer(tmp_path / "nats", *own)
     try:
@@ -69,14 +69,18 @@ async def test_a_server_that_cannot_serve_is_told_in_one_line(tmp_path: Path, li
         with pytest.raises(ConfigError) as told:
             async with pool:
                 pytest.fail("it started")
+        argv = [sys.executable, "-m", "ops.cli", "worker", "--nats", server.url, "--state-dir", str(tmp_path)]
+        part = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=60)
     finally:
         server.stop()
     assert said in str(told.value)
     assert str(told.value).startswith("--nats: ") and "\n" not in str(told.value)
+    assert (part.returncode, part.stderr) == (2, f"carpool: {told.value}\n")
 
 
-async def test_no_server_is_told_in_one_line(tmp_path: Path) -> None:
+async def test_no_server_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody listens where ``--nats`` points to."""
+    monkeypatch.setattr("ops.joined.CONNECT_S_MAX", 0.5)
     options = PoolOptions(state_dir=tmp_path, nats_url=f"nats://127.0.0.1:{free_port()}", devices=("cpu:1GiB",))
     with pytest.raises(ConfigError, match=r"^--nats: no NATS server at .*check the address"):
         async with Pool(options):
