@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from ops.cli import main
 from profiles.tiny import make_tiny
 
+EXAMPLES = Path(__file__).parents[2] / "ops" / "examples"
 HEAD = "apiVersion: llm.serving/v1\nkind: ModelService\nmetadata: {name: a}\n"
 
 # Each row: a name, what follows the head, and what the one line must name.
@@ -90,3 +94,31 @@ def test_a_good_file_tells_what_it_needs(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     for part in ("a: would be applied", "KV 16 MiB", "B of KV per token", "context 1024", "random weights"):
         assert part in result.output
+
+
+def test_a_tiny_model_is_made_once_and_can_be_applied(tmp_path: Path) -> None:
+    """``carpool models make-tiny`` prints the folder; what is in it is labelled as random and serves as a source."""
+    made = CliRunner().invoke(main, ["models", "make-tiny", "noise", "--seed", "4", "--directory", str(tmp_path / "noise")])
+    assert (made.exit_code, made.stdout.strip()) == (0, str(tmp_path / "noise"))
+    path = tmp_path / "noise.yaml"
+    path.write_text(HEAD + "spec: {source: noise}\n")
+    applied = CliRunner().invoke(main, ["apply", "--dry-run", "-f", str(path)])
+    assert applied.exit_code == 0 and "random weights" in applied.output
+
+
+def test_the_schema_for_editors_knows_the_examples() -> None:
+    """``carpool schema`` prints JSON Schema by which our own examples are right and a typo is wrong (PRO-1)."""
+    shown = CliRunner().invoke(main, ["schema"])
+    validator = jsonschema.Draft202012Validator(json.loads(shown.stdout))
+    for path in sorted(EXAMPLES.glob("*.yaml")):
+        service = yaml.safe_load(path.read_text())
+        validator.validate(service)
+        assert not validator.is_valid(service | {"spek": {}})
+
+
+def test_without_a_pool_the_commands_say_what_to_run(tmp_path: Path) -> None:
+    """One line with the remedy and exit code 2, and nothing of a traceback."""
+    for words in (["get", "models"], ["pin", "a"], ["apply", "-f", str(tmp_path / "no.yaml")]):
+        result = CliRunner().invoke(main, words, env={"CARPOOL_STATE": str(tmp_path), "CARPOOL_NATS": ""})
+        assert result.exit_code == 2
+        assert len(result.stderr.splitlines()) == 1 and "carpool up" in result.stderr
