@@ -2,8 +2,9 @@
 
 A key that disappears from the bucket can mean two things: somebody deleted the model, or the server lost its store. They
 must not be confused, or a lost store would unload every model. So a deletion first leaves a ``deleted.<name>`` key in the
-locks bucket; without that key a disappearance is a loss, and the leader writes the record again. Pins live in the same
-bucket as ``pin.<name>``.
+locks bucket, with the last revision; without that key a disappearance is a loss, and the record is written again. A record
+of a lower revision than ours is a loss too (revisions of a name only grow): the store was restored from an older copy. Pins
+live in the same bucket as ``pin.<name>``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import structlog
 from profiles.registry import Registry
 from subjects.bus import Bus, KvEntry, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import BusError, DecodeError, WrongRevision, place_of
+from subjects.errors import BusError, ConfigError, DecodeError, WrongRevision, place_of
 from subjects.messages import ModelRecord
 from subjects.names import LOCKS_BUCKET, MODELS_BUCKET
 from subjects.tasks import Tasks
@@ -84,26 +85,41 @@ class RegistrySync:
     async def _load(self) -> None:
         mirrored = await asyncio.to_thread(self._registry.list)
         entries = await self._bus.kv_entries(MODELS_BUCKET)
-        records = [record for entry in entries if (record := _record(entry)) is not None]
-        if not entries and mirrored:
-            log.warning("the bucket of models is empty: restored from the mirror", models=len(mirrored))
-            for record in mirrored:
+        locks = await self._bus.kv_entries(LOCKS_BUCKET)
+        deleted = {entry.key for entry in locks}
+        records = {record.name: record for entry in entries if (record := _record(entry)) is not None}
+        revisions = {entry.key: entry.revision for entry in entries}
+        for record in mirrored:
+            stored = records.get(record.name)
+            if stored.revision < record.revision if stored is not None else _deleted_key(record.name) not in deleted:
+                log.warning("the bucket has lost a model: written again from the mirror", model=record.name)
                 with suppress(WrongRevision):  # Another scheduler restores the same.
-                    await self._bus.kv_put(MODELS_BUCKET, record.name, encode(record), expected_revision=0)
-            records = mirrored
-        for entry in await self._bus.kv_entries(LOCKS_BUCKET):
+                    await self._bus.kv_put(
+                        MODELS_BUCKET, record.name, encode(record), expected_revision=revisions.get(record.name, 0)
+                    )
+                records[record.name] = record
+        for entry in locks:
             self._lock_changed(entry.key, entry)
-        self.records = {record.name: record for record in records}
-        await asyncio.to_thread(self._mirror_all, records, mirrored)
-        self._on_loaded(tuple(records))
+        self.records = records
+        await asyncio.to_thread(self._mirror_all, list(records.values()), mirrored)
+        self._on_loaded(tuple(records.values()))
 
     def _mirror_all(self, records: list[ModelRecord], mirrored: list[ModelRecord]) -> None:
         known = {record.name: record for record in mirrored}
-        for record in records:
-            if known.pop(record.name, None) != record:
-                self._registry.put(record)
-        for name in known:
-            self._registry.delete(name)
+        try:
+            for record in records:
+                if known.pop(record.name, None) != record:
+                    self._registry.put(record)
+            for name in known:
+                self._registry.delete(name)
+        except ConfigError as error:
+            _not_mirrored(error)
+
+    async def _mirror(self, record: ModelRecord) -> None:
+        try:
+            await asyncio.to_thread(self._registry.put, record)
+        except ConfigError as error:
+            _not_mirrored(error)
 
     # --------------------------------------------------------------------------------------------------------- following
 
@@ -113,17 +129,29 @@ class RegistrySync:
                 self._tasks.spawn(self._disappeared(key))
             return
         record = _record(entry)
-        if record is not None and record != self.records.get(record.name):
-            self.records[record.name] = record
-            self._on_applied(record)
-            self._tasks.spawn(asyncio.to_thread(self._registry.put, record))
+        known = self.records.get(key)
+        if record is None or record == known:
+            return
+        if known is not None and record.revision < known.revision:
+            # Revisions of a name only grow: the store is an older one.
+            if self._leads():
+                log.warning("a model in the bucket is older than ours: written again", model=key)
+                self._tasks.spawn(self._put_again(known, entry.revision))
+            return
+        self.records[record.name] = record
+        self._on_applied(record)
+        self._tasks.spawn(self._mirror(record))
+
+    async def _put_again(self, record: ModelRecord, over_revision: int) -> None:
+        with suppress(BusError):
+            await self._bus.kv_put(MODELS_BUCKET, record.name, encode(record), expected_revision=over_revision)
 
     async def _disappeared(self, name: str) -> None:
         while name in self.records:
             try:
                 if await self._bus.kv_get(MODELS_BUCKET, name) is not None:
                     return
-                if await self._bus.kv_get(LOCKS_BUCKET, f"deleted.{name}") is not None:
+                if await self._bus.kv_get(LOCKS_BUCKET, _deleted_key(name)) is not None:
                     await self._forget(name)
                     return
                 if self._leads():
@@ -139,7 +167,10 @@ class RegistrySync:
     async def _forget(self, name: str) -> None:
         self.records.pop(name, None)
         self._on_removed(name)
-        await asyncio.to_thread(self._registry.delete, name)
+        try:
+            await asyncio.to_thread(self._registry.delete, name)
+        except ConfigError as error:
+            _not_mirrored(error)
 
     def _lock_changed(self, key: str, entry: KvEntry | None) -> None:
         kind, _, name = key.partition(".")
@@ -171,12 +202,15 @@ class RegistrySync:
             old = self.records.get(record.name)
             if old is not None and _without_revision(old) == _without_revision(record):
                 return old
-            stored = _with_revision(record, old.revision + 1 if old is not None else 1)
-            await self._bus.kv_delete(LOCKS_BUCKET, f"deleted.{record.name}")
+            # A name that was deleted goes on where it ended, so that a mirror from before is known to be older.
+            tomb = await self._bus.kv_get(LOCKS_BUCKET, _deleted_key(record.name))
+            before = old.revision if old is not None else _tomb_revision(tomb)
+            stored = _with_revision(record, before + 1)
+            await self._bus.kv_delete(LOCKS_BUCKET, _deleted_key(record.name))
             await self._bus.kv_put(MODELS_BUCKET, record.name, encode(stored))
             self.records[record.name] = stored
             self._on_applied(stored)
-            await asyncio.to_thread(self._registry.put, stored)
+            await self._mirror(stored)
             return stored
 
     async def delete(self, name: str) -> None:
@@ -186,7 +220,8 @@ class RegistrySync:
             BusError: it may be gone or not; asking again is safe.
         """
         async with self._writing:
-            await self._bus.kv_put(LOCKS_BUCKET, f"deleted.{name}", b"deleted")
+            last = self.records[name].revision if name in self.records else 0
+            await self._bus.kv_put(LOCKS_BUCKET, _deleted_key(name), str(last).encode())
             await self._bus.kv_delete(MODELS_BUCKET, name)
             await self._forget(name)
 
@@ -200,6 +235,19 @@ class RegistrySync:
             await self._bus.kv_put(LOCKS_BUCKET, f"pin.{name}", _PINNED if pinned else _UNPINNED)
             self.pins[name] = pinned
             self._on_pinned(name, pinned)
+
+
+def _deleted_key(name: str) -> str:
+    return f"deleted.{name}"
+
+
+def _tomb_revision(tomb: KvEntry | None) -> int:
+    return int(tomb.value) if tomb is not None and tomb.value.isdigit() else 0
+
+
+def _not_mirrored(error: ConfigError) -> None:
+    # The truth is in the bucket: it is served, and the mirror is filled at the next start.
+    log.error("the registry's own copy is behind", error=str(error))
 
 
 def _record(entry: KvEntry) -> ModelRecord | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from subjects.codec import decode, encode
 from subjects.errors import ConfigError, DecodeError
@@ -60,17 +62,29 @@ class Registry:
             version = self._database.execute("PRAGMA user_version").fetchone()[0]
             if version > SCHEMA_VERSION:
                 raise ConfigError(f"{path}: written by a newer Carpool (schema {version}); upgrade, or name another folder")
+            found = self._database.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise sqlite3.DatabaseError(str(found).splitlines()[-1])
             self._database.executescript(_SCHEMA)
             self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         except sqlite3.Error as error:
             self._database.close()
-            raise ConfigError(f"{path}: is not a registry ({error}); move the file away, it is filled again") from None
+            raise self._broken(error) from None
         except ConfigError:
             self._database.close()
             raise
 
+    def _broken(self, error: sqlite3.Error) -> ConfigError:
+        if isinstance(error, sqlite3.OperationalError):
+            return ConfigError(f"{self._path}: cannot be used ({error}); check the disk and the file's permissions")
+        return ConfigError(f"{self._path}: is not a registry ({error}); move the file away, it is filled again")
+
     def put(self, record: ModelRecord) -> None:
-        """Stores ``record`` under its name, in place of an earlier one; it is on disk when this returns."""
+        """Stores ``record`` under its name, in place of an earlier one; it is on disk when this returns.
+
+        Raises:
+            ConfigError: the file cannot be written (so too in the other methods), in one line.
+        """
         row = (
             record.name,
             record.revision,
@@ -87,8 +101,7 @@ class Registry:
             encode(record),
         )
         places = ", ".join("?" * len(row))
-        with self._lock:
-            self._database.execute(f"INSERT OR REPLACE INTO models VALUES ({places})", row)  # noqa: S608 - question marks
+        self._execute(f"INSERT OR REPLACE INTO models VALUES ({places})", row)  # noqa: S608 - question marks
 
     def get(self, name: str) -> ModelRecord | None:
         """The record of that name."""
@@ -100,8 +113,14 @@ class Registry:
 
     def delete(self, name: str) -> bool:
         """Whether there was such a record."""
-        with self._lock:
-            return self._database.execute("DELETE FROM models WHERE name = ?", (name,)).rowcount > 0
+        return self._execute("DELETE FROM models WHERE name = ? RETURNING name", (name,)) != []
+
+    def _execute(self, statement: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        try:
+            with self._lock:
+                return self._database.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._broken(error) from None
 
     def list(self) -> list[ModelRecord]:
         """All records by name. One that a newer version wrote and this one cannot read is left out."""
@@ -114,10 +133,8 @@ class Registry:
 
     def _records(self, where: str, *values: str) -> tuple[ModelRecord, ...]:
         query = f"SELECT record FROM models {where} ORDER BY name"  # noqa: S608 - our own text
-        with self._lock:
-            rows = self._database.execute(query, values).fetchall()
         records: list[ModelRecord] = []
-        for (data,) in rows:
+        for (data,) in self._execute(query, values):
             try:
                 records.append(decode(data, ModelRecord))
             except DecodeError:

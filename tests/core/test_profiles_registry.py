@@ -152,3 +152,29 @@ def test_files_that_are_no_registry(tmp_path: Path) -> None:
         Registry(tmp_path / "newer")
     with pytest.raises(ConfigError, match="cannot be opened"):
         Registry(tmp_path / "rubbish" / "m.sqlite")
+
+
+def test_damage_deep_in_the_file_is_told_when_it_is_opened(tmp_path: Path) -> None:
+    """Not by the first read of a page that is gone."""
+    path = tmp_path / "m.sqlite"
+    registry = Registry(path)
+    registry.put(record("a"))
+    registry.close()
+    damaged = bytearray(path.read_bytes())
+    damaged[4096:] = b"\x17" * (len(damaged) - 4096)
+    path.write_bytes(damaged)
+    with pytest.raises(ConfigError, match="is not a registry"):
+        Registry(path)
+
+
+def test_a_file_that_can_no_longer_be_used_is_one_kind_of_error(tmp_path: Path) -> None:
+    """A disk that fills up, say: in one line, whatever was asked."""
+    registry = Registry(tmp_path / "m.sqlite")
+    registry.put(record("a"))
+    registry._database.execute("PRAGMA query_only = ON")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        registry.put(record("b"))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        registry.delete("a")
+    assert registry.list() == [record("a")]
+    registry.close()
