@@ -221,17 +221,21 @@ def _write_source(path: Path, source: str) -> None:
         compiled.unlink()
 
 
-def _baseline(trees: list[Tree], scratch: Path) -> Reach:
-    """Runs the unchanged tree in each copy: it must pass, and the first run records who reaches what."""
+def _unchanged_passes(trees: list[Tree], of_first: dict[str, str]) -> None:
     files = [f"--ignore-glob=*/{pattern}" for pattern in TESTS_WITHOUT_CORES] + [TESTS]
-    record = scratch / "reach.json"
     with ThreadPoolExecutor(len(trees)) as pool:
-        first = pool.submit(trees[0].run, files, BASELINE_MAX_S, CARPOOL_MUTATION_RECORD=str(record))
-        others = [pool.submit(tree.run, files, BASELINE_MAX_S) for tree in trees[1:]]
-        for run in [first, *others]:
+        variables = [of_first, *({} for _ in trees[1:])]
+        runs = [pool.submit(tree.run, files, BASELINE_MAX_S, **more) for tree, more in zip(trees, variables, strict=True)]
+        for run in runs:
             code, output = run.result()
             if code != 0:
                 sys.exit(f"mutation: the tests fail without any mutant ({code})\n{output}")
+
+
+def _baseline(trees: list[Tree], scratch: Path) -> Reach:
+    """Runs the unchanged tree in each copy: it must pass, and the first run records who reaches what."""
+    record = scratch / "reach.json"
+    _unchanged_passes(trees, {"CARPOOL_MUTATION_RECORD": str(record)})
     recorded = json.loads(record.read_text())
     return Reach(recorded["seconds"], recorded["lines"])
 
@@ -333,6 +337,7 @@ def run(seed: int, count: int, seconds_max: float) -> Summary:
 
         with ThreadPoolExecutor(WORKERS) as pool:
             outcomes = [outcome for outcome in pool.map(one, draw(sites, count, seed)) if outcome is not None]
+        _unchanged_passes(trees, {})  # Else kills may have been accidents, of a test or of a source that was not put back.
         for tree in trees:
             tree.close()
     return _summary(outcomes, seed, len(sites), time.monotonic() - began)

@@ -34,6 +34,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     database=None,
     deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile("mutation")
