@@ -66,13 +66,18 @@ class Control:
 
     async def _apply(self, argument: Row) -> list[Row]:
         records = msgspec.convert(argument.get("records"), list[ModelRecord])
-        rows = []
+        rows: list[Row] = []
         for record in records:
             known = self._registry.records.get(record.name)
             stored = await self._registry.apply(record)
             outlook = self._core.planner.outlook(self._now_s(), stored)
             note = "unchanged" if stored is known else outlook.refusal
             rows.append({"name": stored.name, "revision": stored.revision, "note": note})
+        applied = {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
+        for row, record in zip(rows, records, strict=True):
+            if record.fallback and record.fallback not in applied:
+                lacks = f"its fallback {record.fallback!r} is not applied"
+                row["note"] = f"{row['note']}; {lacks}" if row["note"] else lacks
         return rows
 
     async def _pin(self, argument: Row) -> Row:

@@ -190,6 +190,14 @@ async def test_the_first_of_five_leaves_while_the_model_wakes(stage: Stage) -> N
     assert (await stage.actions("load"))[before:] == [("load", "a")]
 
 
+async def test_a_burst_of_first_requests_wakes_once(stage: Stage) -> None:
+    """A hundred first requests at once: one load, every answer whole (B6)."""
+    before = len(await stage.actions("load"))
+    answers = await asyncio.gather(*(stage.ask("c") for _ in range(100)))
+    assert all(_whole(answer, 4) for answer in answers)
+    assert (await stage.actions("load"))[before:] == [("load", "c")]
+
+
 async def test_all_leave_while_the_model_wakes(stage: Stage) -> None:
     """Nobody waits any more: nothing is stuck, and the next request is answered (B1, A2)."""
     asks = [asyncio.create_task(stage.ask("b")) for _ in range(5)]
