@@ -161,6 +161,8 @@ class Bus(Protocol):
     async def round_trip(self, *, timeout_s: float) -> float:
         """Seconds that a ping to the server and back took: the proof that silence is not our own.
 
+        When it returns, the server has taken what was subscribed and published on this connection before.
+
         Raises:
             RequestTimeout, BusUnavailable
         """

@@ -6,6 +6,8 @@ nats-py does the protocol, authentication, TLS and the choice of servers. This m
   an hour for. Ours aborts the socket.
 - Any ``-ERR`` but a permission violation closes nats-py's client for good. Ours reconnects.
 - A pong that comes after its waiter gave up kills nats-py's read loop. Ours is ignored.
+- nats-py sends a ping past what waits to be written, so that its pong proves nothing about subscriptions made before. Ours
+  keeps the order.
 - nats-py takes a server for dead whose pongs wait behind a flood of messages. Here any message is a sign of life.
 - Messages go straight from the read loop to plain functions, with no queue and no task per subscription in between. What a
   slow handler does not take stays in the socket and in the server, so nothing is dropped here.
@@ -99,6 +101,10 @@ class _Client(Client):
     async def _process_op_err(self, e: Exception) -> None:
         self.lost_because = str(e) or type(e).__name__
         await super()._process_op_err(e)
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        await self.write_all()
+        await super()._send_ping(future)
 
     async def _process_pong(self) -> None:
         self._pings_outstanding = 0
