@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import pytest
 from ops.control import control
 from ops.models import records_of
 from ops.servers import free_port
-from ops.supervisor import Pool, PoolOptions
+from ops.supervisor import Pool, PoolOptions, running_pool
 from subjects.errors import ConfigError
 from tests.servers import NatsServer
 
@@ -85,6 +86,21 @@ async def test_no_server_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"^--nats: no NATS server at .*check the address"):
         async with Pool(options):
             pytest.fail("it started")
+
+
+@pytest.mark.parametrize(
+    ("flag", "option"), [("--port", "http_port"), ("--nats-port", "nats_port"), ("--redis-port", "redis_port")]
+)
+async def test_a_taken_port_is_told_in_one_line(tmp_path: Path, flag: str, option: str) -> None:
+    """A port given by hand that somebody else holds: the flag, the number and the remedy, and nothing stays behind."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^{flag} {port}: the port is taken .*0 for any free port$"):
+            async with Pool(PoolOptions(state_dir=tmp_path, devices=("cpu:1GiB",), **{option: port})):
+                pytest.fail("it started")
+    assert running_pool(tmp_path) is None
 
 
 async def test_a_pool_joins_a_running_server(nats_server: NatsServer, tmp_path: Path) -> None:
