@@ -55,12 +55,14 @@ class LeaseKeeper:
         self._watched = -1
         self._watched_since_s = 0.0
         self._looked_s = 0.0
+        self._failure = ""
+        """Why the last write or read did not work; empty when it did."""
         self.holds = False
 
     def check(self, now_s: float) -> bool:
         """Whether the lease is held at this moment; one that ran out is given up first."""
         if self.holds and now_s - self._renewed_s > LEASE_S:
-            self.give_up("the lease could not be renewed in time")
+            self.give_up(f"the lease could not be renewed in time ({self._failure or 'no turn'})")
         return self.holds
 
     def give_up(self, reason: str) -> None:
@@ -74,8 +76,15 @@ class LeaseKeeper:
     async def run(self) -> None:
         """Campaigns and renews until cancelled."""
         while True:
-            with suppress(BusError, TimeoutError):
+            try:
                 await asyncio.wait_for(self._renew() if self.holds else self._campaign(), CALL_S_MAX)
+                self._failure = ""
+            except (BusError, TimeoutError) as error:
+                # A full disk under the server, say, shows nowhere else.
+                failure = str(error) or "no answer"
+                if failure != self._failure and not self.holds:
+                    log.warning("the lease cannot be read or written", reason=failure)
+                self._failure = failure
             self.check(time.monotonic())
             await asyncio.sleep(RENEW_EVERY_S if self.holds else LOOK_EVERY_S)
 

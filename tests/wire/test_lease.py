@@ -1,0 +1,41 @@
+"""Why nobody leads is said (SCH-12)."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from structlog.testing import capture_logs
+
+from broker.lease import LeaseKeeper
+from subjects.errors import BusError
+from subjects.memory_bus import MemoryBus
+from subjects.memory_hub import MemoryHub
+from tests.waiting import until
+
+
+class _FullDisk(MemoryBus):
+    full = False
+
+    async def kv_put(self, bucket: str, key: str, value: bytes, *, expected_revision: int | None = None) -> int:
+        if self.full:
+            raise BusError("no space left on device")
+        return await super().kv_put(bucket, key, value, expected_revision=expected_revision)
+
+
+async def test_a_lease_that_cannot_be_written_says_why() -> None:
+    """A server whose disk is full still carries messages, so the loss of the leader is all that shows."""
+    bus, lost = _FullDisk(MemoryHub()), list[str]()
+    keeper = LeaseKeeper(bus, "s", epoch_seen=lambda: 0, on_gained=lambda _: None, on_lost=lost.append)
+    with capture_logs() as logs:
+        running = asyncio.create_task(keeper.run())
+        await until(lambda: keeper.holds, "it leads")
+        bus.full = True
+        await until(lambda: bool(lost), "it counts itself out")
+        bus.full = False
+        await until(lambda: keeper.holds, "it leads again")
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    assert lost == ["the lease could not be renewed in time (no space left on device)"]
+    assert all("no space" in entry["reason"] for entry in logs if entry["log_level"] == "warning")
