@@ -27,6 +27,8 @@ from subjects.errors import CarpoolError, ConfigError
 
 READY_S_MAX = 60.0
 """How long the set may take until its endpoint answers and a device is known."""
+REFUSED = 2
+"""Exit code of a part that was given something wrong, such as a device that is not there."""
 RESTARTS_MAX = 10
 RESTARTS_WINDOW_S = 60.0
 RESTART_DELAY_S_MAX = 5.0
@@ -100,10 +102,14 @@ class _Part:
         self.process: asyncio.subprocess.Process | None = None
         self.restarts: collections.deque[float] = collections.deque(maxlen=RESTARTS_MAX)
         self.stopping = False
+        self.refused = False
+        """It said that it was given something wrong: to start it again would change nothing."""
+        self._log_from = log.stat().st_size if log.exists() else 0
 
     async def start(self) -> None:
         if self.log.exists() and self.log.stat().st_size > LOG_BYTES_MAX:
             self.log.unlink()
+            self._log_from = 0
         with self._open_log() as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -122,8 +128,9 @@ class _Part:
         return self.log.open("ab")
 
     def log_tail(self, lines_max: int = 12) -> str:
+        """Its last words since the pool was started."""
         with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(max(0, self.log.stat().st_size - 8192))
+            log.seek(max(self._log_from, self.log.stat().st_size - 8192))
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines_max:])
         return ""
 
@@ -152,6 +159,7 @@ class Pool:
         self._watchers: list[asyncio.Task[None]] = []
         self._lock: IO[bytes] | None = None
         self._broken: asyncio.Future[str] | None = None
+        self._serving = False
         self.endpoints: Endpoints | None = None
 
     async def __aenter__(self) -> Pool:
@@ -241,6 +249,7 @@ class Pool:
             pid=os.getpid(), http_url=f"http://{host}:{http_port}", nats_url=nats_url, redis_url=redis_url
         )
         await self._until_serving()
+        self._serving = True
         temporary = state / "endpoints.json.new"
         temporary.touch(mode=0o600)
         temporary.write_bytes(msgspec.json.encode(self.endpoints))
@@ -309,13 +318,16 @@ class Pool:
             code = await part.process.wait()
             if part.stopping:
                 return
+            if code == REFUSED and not self._serving:
+                part.refused = True
+                return
             now_s = time.monotonic()
             if len(part.restarts) == RESTARTS_MAX and now_s - part.restarts[0] < RESTARTS_WINDOW_S:
                 self._break(f"{part.name} ended {RESTARTS_MAX} times in a minute (last code {code})")
                 return
             recent = sum(1 for at_s in part.restarts if now_s - at_s < RESTARTS_WINDOW_S)
             part.restarts.append(now_s)
-            if self.endpoints is not None:
+            if self._serving:
                 self._say(f"{part.name} ended with code {code}: starting it again")
             await asyncio.sleep(min(RESTART_DELAY_S_MAX, 0.05 * 2**recent))
             try:
@@ -338,6 +350,9 @@ class Pool:
             await asyncio.sleep(_POLL_S)
 
     def _check_alive(self, part: str) -> None:
+        if self._parts[part].refused:
+            last = self._parts[part].log_tail(1).removeprefix("carpool: ")
+            raise ConfigError(last or f"{part} does not start; see {self.log_path(part)}")
         if len(self._parts[part].restarts) >= 3:
             raise CarpoolError(f"{part} does not start; its log ends:\n{self._tail(part)}")
 
