@@ -78,7 +78,10 @@ def _bus_url(nats_url: str, pool_name: str = "default") -> str:
 
     endpoints = running_pool(pool_state(pool_name))
     if endpoints is None:
-        raise ConfigError("--nats: no pool runs here under this name; run `carpool up`, or give --nats nats://host:4222")
+        start = "carpool up" if pool_name == "default" else f"carpool up --name {pool_name}"
+        raise ConfigError(
+            f"no pool named {pool_name!r} runs on this machine: start it with `{start}`, or give --nats nats://host:4222"
+        )
     return endpoints.nats_url
 
 
@@ -119,8 +122,10 @@ def up(
     carpool up --device cpu:4GiB -f models.yaml
     carpool up --nats nats://10.0.0.5:4222 --redis redis://10.0.0.5:6379/0
     """
+    from ops.models import records_of
     from ops.up import run_up
 
+    records = records_of(files)  # A wrong file is told before anything starts.
     flags = [*(["--api-keys", str(api_keys)] if api_keys else []), *(["--allow-open"] if allow_open else [])]
     sys.exit(
         _run(
@@ -133,7 +138,7 @@ def up(
                 redis_url=redis_url,
                 redis_port=redis_port,
                 devices=devices,
-                files=files,
+                records=records,
                 gateway_flags=tuple(flags),
                 worker=not no_worker,
             )
@@ -181,7 +186,7 @@ def gateway(host: str, port: int, api_keys: Path | None, allow_open: bool, name:
     )
 
 
-@main.command()
+@main.command(short_help="Run one scheduler; of several, one leads.")
 @click.option("--id", "name", default="scheduler", show_default=True, help="Name of this scheduler on the bus.")
 @_shards
 @_state
@@ -198,7 +203,7 @@ def scheduler(name: str, shards: int, state_dir: Path | None, nats_url: str) -> 
     sys.exit(_run(parts.scheduler(nats_urls=urls, name=name, state_dir=_state_dir(state_dir), shards=shards)))
 
 
-@main.command()
+@main.command(short_help="Run one worker agent with this machine's devices.")
 @click.option("--device", "devices", multiple=True, help="A device to serve on, such as cpu:4GiB. May be repeated.")
 @click.option("--threads", default=0, help="CPU threads of each replica; 0 (default): as many as there are cores.")
 @click.option("--id", "name", default="", help="Name of this worker on the bus. Default: the host's name.")
@@ -231,7 +236,7 @@ def worker(devices: tuple[str, ...], threads: int, name: str, shards: int, state
 # ------------------------------------------------------------------------------------------------------------- models
 
 
-@main.command()
+@main.command(short_help="Declare models: the first request (or min_replicas) loads them.")
 @click.option("-f", "files", multiple=True, required=True, type=click.Path(path_type=Path), help="ModelService YAML.")
 @click.option("--dry-run", is_flag=True, help="Check the files and print what would be applied.")
 @_nats
@@ -243,12 +248,13 @@ def apply(files: tuple[Path, ...], dry_run: bool, nats_url: str, pool_name: str)
     carpool apply -f models.yaml
     carpool apply -f models.yaml --dry-run
     """
-    from ops.models import apply_files
+    from ops.models import apply_records, records_of
 
-    _run(apply_files(files, nats_url="" if dry_run else _bus_url(nats_url, pool_name)))
+    bus_url = "" if dry_run else _bus_url(nats_url, pool_name)
+    _run(apply_records(records_of(files), nats_url=bus_url))
 
 
-@main.command()
+@main.command(short_help="Show models, replicas, devices, queues or the timeline.")
 @click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline"]))
 @_json
 @_nats
@@ -265,8 +271,8 @@ def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
     _run(show(what, as_json=as_json, nats_url=_bus_url(nats_url, pool_name)))
 
 
-def _verb(name: str, done: str, help_text: str) -> None:
-    @main.command(name, help=f"{help_text}\n\n\b\ncarpool {name} smollm2")
+def _verb(name: str, done: str, short: str, help_text: str) -> None:
+    @main.command(name, short_help=short, help=f"{help_text}\n\n\b\ncarpool {name} smollm2")
     @click.argument("model")
     @_nats
     @_pool_name
@@ -277,10 +283,20 @@ def _verb(name: str, done: str, help_text: str) -> None:
         click.echo(f"{model}: {done}")
 
 
-_verb("pin", "pinned", "Keep a model's replicas: nothing evicts them until `carpool unpin`.")
-_verb("unpin", "unpinned", "Let a pinned model be evicted again.")
-_verb("unload", "unloading", "Drain and unload a model's replicas; the next request loads it again.")
-_verb("delete", "deleted", "Forget a model: drain its replicas and refuse its name from now on.")
+_verb(
+    "pin",
+    "pinned",
+    "Keep a model's replicas from eviction.",
+    "Keep a model's replicas: nothing evicts them until `carpool unpin`.",
+)
+_verb("unpin", "unpinned", "Let a pinned model be evicted again.", "Let a pinned model be evicted again.")
+_verb(
+    "unload",
+    "unloading",
+    "Drain and unload a model's replicas.",
+    "Drain and unload a model's replicas; the next request loads it again.",
+)
+_verb("delete", "deleted", "Forget a model.", "Forget a model: drain its replicas and refuse its name from now on.")
 
 
 @main.group()
@@ -293,7 +309,7 @@ def models() -> None:
     """
 
 
-@models.command()
+@models.command(short_help="Fetch a small real model and convert it once.")
 @click.argument("model", type=click.Choice(["smollm2"]))
 def fetch(model: str) -> None:
     """Fetch a small real model and convert it once (SmolLM2-135M-Instruct, Apache-2.0, 93 MB)."""
@@ -302,7 +318,7 @@ def fetch(model: str) -> None:
     click.echo(fetch_model(model))
 
 
-@models.command("make-tiny")
+@models.command("make-tiny", short_help="Make a tiny model with random weights.")
 @click.argument("name")
 @click.option("--seed", default=0, show_default=True, help="Another seed gives another model.")
 @click.option("--directory", type=click.Path(path_type=Path), help="Where to write it. Default: the model cache.")
@@ -326,17 +342,17 @@ def schema() -> None:
 # ------------------------------------------------------------------------------------------------------------ evidence
 
 
-@main.command()
+@main.command(short_help="Three real engines make room for each other on one CPU device.")
 @click.option("--keep", is_flag=True, help="Leave the pool running after the show, until Ctrl-C.")
 @_json
 def demo(keep: bool, as_json: bool) -> None:
     """Three real engines share one CPU device with room for two: watch them make room for each other."""
-    from ops.demo import run_demo
+    from ops.demo import models_of_demo, run_demo
 
-    sys.exit(_run(run_demo(keep=keep, as_json=as_json)))
+    sys.exit(_run(run_demo(models_of_demo(quiet=as_json), keep=keep, as_json=as_json)))
 
 
-@main.command()
+@main.command(short_help="Run the fixed oracles of a part on real processes.")
 @click.argument("part", type=click.Choice(["main-job"]))
 @click.option("--only", multiple=True, help="Run only this oracle of the part. May be repeated.")
 @click.option("--seed", default=0, show_default=True, help="Another seed gives other prompts and other bursts.")

@@ -7,6 +7,8 @@ ports, temporary state), so that it can run beside anything else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -17,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ops.control import control
-from ops.models import fetch_model, print_table, records_of, size
-from ops.supervisor import Pool, PoolOptions, until_signal
+from ops.models import print_table, records_of, size
+from ops.supervisor import Pool, PoolOptions, end_start_on_signal, until_signal
+from ops.up import INTERRUPTED
 from subjects.errors import CarpoolError
+from subjects.messages import ModelRecord
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -29,6 +33,10 @@ TINY_A = "tiny-a"
 TINY_B = "tiny-b"
 QUESTION = "What is a carpool lane? Answer in one sentence."
 _REQUEST_S_MAX = 120.0
+_SILENCE_S_MAX = 4.0
+"""After this long without a line the show says what the pool is doing."""
+_RATE_S_MIN = 0.05
+"""Text that came within less is one piece, which tells nothing of the speed."""
 
 
 @dataclass
@@ -41,7 +49,7 @@ class Outcome:
     wake_s: float
     ttft_s: float
     tokens: int
-    tokens_per_s: float
+    tokens_per_s: float | None
     text: str
 
     def row(self) -> dict[str, Any]:
@@ -50,10 +58,10 @@ class Outcome:
             "request": self.label,
             "model": self.model,
             "queue wait s": round(self.wait_s, 2),
-            "wake s": round(self.wake_s, 2) if self.wake_s else None,
+            "of that wake s": round(self.wake_s, 2) if self.wake_s else None,
             "first token s": round(self.ttft_s, 2),
             "tokens": self.tokens,
-            "tokens/s": round(self.tokens_per_s, 1),
+            "tokens/s": round(self.tokens_per_s, 1) if self.tokens_per_s is not None else None,
         }
 
 
@@ -62,9 +70,10 @@ class _Stage:
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
-        self.started_s = time.monotonic()
+        self.started_s = self.spoke_s = time.monotonic()
 
     def say(self, line: str) -> None:
+        self.spoke_s = time.monotonic()
         if not self._quiet:
             print(f"[{time.monotonic() - self.started_s:5.1f} s] {line}", flush=True)
 
@@ -74,16 +83,26 @@ DEVICE = "cpu:1600MiB"
 """Room for any two of the three examples (1,077 + 402 + 402 MiB), never for all."""
 
 
-async def run_demo(*, keep: bool, as_json: bool) -> int:
+def models_of_demo(*, quiet: bool) -> list[ModelRecord]:
+    """The three models, fetched, converted and made when they are not in the cache yet."""
+    _Stage(quiet).say("models: one real (SmolLM2-135M-Instruct) and two tiny ones with random weights")
+    return records_of([EXAMPLES / f"{name}.yaml" for name in (REAL, TINY_A, TINY_B)])
+
+
+async def run_demo(records: Sequence[ModelRecord], *, keep: bool, as_json: bool) -> int:
     """Runs the show; returns 0 when every step of it happened."""
     stage = _Stage(quiet=as_json)
+    end_start_on_signal()
+    try:
+        return await _run(stage, records, keep=keep, as_json=as_json)
+    except asyncio.CancelledError:
+        print("carpool: demo ended before its end", file=sys.stderr)
+        return INTERRUPTED
+
+
+async def _run(stage: _Stage, records: Sequence[ModelRecord], *, keep: bool, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="carpool-demo-", ignore_cleanup_errors=True) as temporary:
         directory = Path(temporary)
-        stage.say("models: one real (SmolLM2-135M-Instruct) and two tiny ones with random weights")
-        if not as_json:
-            fetch_model("smollm2")
-        records = await asyncio.to_thread(records_of, [EXAMPLES / f"{name}.yaml" for name in (REAL, TINY_A, TINY_B)])
-        stage.started_s = time.monotonic()
         options = PoolOptions(state_dir=directory / "state", devices=(DEVICE,))
         stage.say(f"starting NATS, Valkey, scheduler, gateway and a worker with one device, {DEVICE}")
         async with Pool(options, say=stage.say) as pool:
@@ -92,14 +111,35 @@ async def run_demo(*, keep: bool, as_json: bool) -> int:
                 note = " (random weights)" if record.random_weights else ""
                 stage.say(f"applied {record.name}{note}: needs {size(record.budget_bytes)}")
             stage.say(f"OpenAI endpoint: {pool.http_url}/v1")
-            outcomes = await _show(pool, stage)
+            teller = asyncio.create_task(_tell(pool, stage))
+            try:
+                outcomes = await _show(pool, stage)
+            except asyncio.CancelledError:
+                stage.say("ending")
+                raise
+            finally:
+                teller.cancel()
             timeline = await control(pool.nats_url, "get", {"what": "timeline"})
             checks = _checks(outcomes, timeline)
             _report(outcomes, timeline, checks, as_json=as_json)
             if keep:
                 stage.say(f"still serving {pool.http_url}/v1 with {REAL}, {TINY_A}, {TINY_B}; Ctrl-C ends it")
                 await until_signal(pool)
+            else:
+                print("\nA pool of your own: `.venv/bin/carpool up`; or `carpool demo --keep` leaves this one running.")
     return 0 if all(checks.values()) else 1
+
+
+async def _tell(pool: Pool, stage: _Stage) -> None:
+    """Says what the pool is doing whenever the show has been silent for long."""
+    while True:
+        await asyncio.sleep(0.5)
+        if time.monotonic() - stage.spoke_s < _SILENCE_S_MAX:
+            continue
+        with contextlib.suppress(CarpoolError):
+            rows: list[dict[str, Any]] = await control(pool.nats_url, "get", {"what": "models"}) or []
+            doing = [f"{row['name']} {'answers' if row['running'] else row['state']}" for row in rows]
+            stage.say(f"... {', '.join(doing)}")
 
 
 async def _show(pool: Pool, stage: _Stage) -> list[Outcome]:
@@ -161,30 +201,37 @@ async def _ask(client: AsyncOpenAI, pool: Pool, label: str, model: str, prompt: 
                 text.append(choice.delta.content)
     if not finished:
         raise CarpoolError(f"{label}: the stream of {model} ended without a finish reason")
-    wake_s = await _wake_s(pool, served, started_s)
+    wake_s, woken_s = await _wake(pool, served, started_s)
     first_s = first_s or time.monotonic()
-    decode_s = max(last_s - first_s, 1e-9)
+    decode_s = last_s - first_s
     return Outcome(
         label=label,
         model=served,
         # A stream that was opened before its request was granted could not yet say how long that would take.
-        wait_s=wait_s or wake_s,
+        wait_s=wait_s or min(woken_s, first_s - started_s),
         wake_s=wake_s,
         ttft_s=first_s - started_s,
         tokens=usage_tokens,
-        tokens_per_s=(usage_tokens - 1) / decode_s if usage_tokens > 1 else 0.0,
+        tokens_per_s=(usage_tokens - 1) / decode_s if usage_tokens > 1 and decode_s >= _RATE_S_MIN else None,
         text="".join(text),
     )
 
 
-async def _wake_s(pool: Pool, model: str, started_s: float) -> float:
-    """Seconds that loading ``model`` took if it was loaded after ``started_s``, else 0."""
+async def _wake(pool: Pool, model: str, started_s: float) -> tuple[float, float]:
+    """Seconds that loading ``model`` took if it was loaded after ``started_s``, and from then until it was there; else 0."""
     timeline: Sequence[dict[str, Any]] = await control(pool.nats_url, "get", {"what": "timeline"}) or []
     since_unix_s = time.time() - (time.monotonic() - started_s)
     for entry in reversed(timeline):
         if entry["model"] == model and entry["action"] == "load" and entry["at_unix_s"] >= since_unix_s - 0.5:
-            return float(entry["took_s"])
-    return 0.0
+            # Whoever left for it was told so at the same time, and had to be gone first.
+            left = [
+                other["took_s"]
+                for other in timeline
+                if other["action"] == "evict" and other["at_unix_s"] == entry["at_unix_s"]
+            ]
+            ready_unix_s = entry["at_unix_s"] + max(left, default=0.0) + entry["took_s"]
+            return float(entry["took_s"]), max(0.0, ready_unix_s - since_unix_s)
+    return 0.0, 0.0
 
 
 async def _ask_over_nats(pool: Pool) -> Outcome:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,9 +14,14 @@ from ops.control import control
 from subjects.errors import ConfigError
 from subjects.messages import ModelRecord
 
+COLUMN_TITLE_MAX = 12
+"""A longer title of a table's column takes two lines."""
+
 
 def records_of(files: Sequence[Path]) -> list[ModelRecord]:
-    """The records of all services in ``files``, hashes computed.
+    """The records of all services in ``files``, hashes computed; what has to be fetched first is told on stderr.
+
+    It may take a while, so a command calls this before its event loop runs: there Ctrl-C would have to wait for it.
 
     Raises:
         ConfigError: a file is wrong, or two services share a name.
@@ -26,7 +33,7 @@ def records_of(files: Sequence[Path]) -> list[ModelRecord]:
     for path in files:
         for service in load_services(path):
             try:
-                record = build_record(service, path.parent)
+                record = build_record(service, path.parent, progress=_progress)
             except ConfigError as error:
                 raise ConfigError(f"{path}: {error}") from None
             if any(other.name == record.name for other in records):
@@ -35,9 +42,12 @@ def records_of(files: Sequence[Path]) -> list[ModelRecord]:
     return records
 
 
-async def apply_files(files: Sequence[Path], *, nats_url: str) -> None:
-    """Applies ``files`` and prints a line per model; without ``nats_url`` only says what would be applied."""
-    records = records_of(files)
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+async def apply_records(records: Sequence[ModelRecord], *, nats_url: str) -> None:
+    """Applies ``records`` and tells what each needs; without ``nats_url`` only says what would be applied."""
     notes: dict[str, str] = {}
     if nats_url:
         rows = await control(nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]}) or []
@@ -45,13 +55,13 @@ async def apply_files(files: Sequence[Path], *, nats_url: str) -> None:
     for record in records:
         note = notes.get(record.name, "")
         print(
-            f"{record.name}: {'applied' if nats_url else 'would be applied'}, {record.model_hash[:16]}, "
-            f"needs {size(record.budget_bytes)} (weights {size(record.weights_bytes)}, KV {size(record.kv_bytes)}, "
-            f"overhead {size(record.overhead_bytes)}), {record.kv_bytes_per_token} B of KV per token, "
-            f"context {record.max_context_len}"
-            + (", random weights" if record.random_weights else "")
-            + (f"; {note}" if note else "")
+            f"{record.name}: {'applied' if nats_url else 'would be applied'}, needs {size(record.budget_bytes)} "
+            f"(weights {size(record.weights_bytes)}, KV {size(record.kv_bytes)}, overhead {size(record.overhead_bytes)})\n"
+            f"  context {record.max_context_len}, {record.kv_bytes_per_token} B of KV per token, "
+            f"hash {record.model_hash[:16]}" + (", random weights" if record.random_weights else "")
         )
+        if note:
+            print(f"  {note}")
 
 
 async def show(what: str, *, as_json: bool, nats_url: str) -> None:
@@ -63,7 +73,22 @@ async def show(what: str, *, as_json: bool, nats_url: str) -> None:
     if not rows:
         print(f"no {what}")
         return
+    if what == "timeline":
+        rows = [_told(row) for row in rows]
     print_table(rows)
+
+
+def _told(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of the timeline as people read it, the long text last; ``--json`` has all of it."""
+    return {
+        "time": time.strftime("%H:%M:%S", time.localtime(entry["at_unix_s"])),
+        "action": entry["action"],
+        "model": entry["model"],
+        "device": entry["device"],
+        "took s": round(float(entry["took_s"]), 1) if entry["outcome"] else None,
+        "outcome": entry["outcome"],
+        "reason": entry["reason"],
+    }
 
 
 def print_table(rows: Sequence[dict[str, Any]], *, title: str | None = None) -> None:
@@ -74,15 +99,26 @@ def print_table(rows: Sequence[dict[str, Any]], *, title: str | None = None) -> 
     from rich.table import Table
 
     table = Table(title=title, box=None, header_style="bold", title_justify="left", pad_edge=False)
-    columns = list(rows[0])
+    columns = [column for column in rows[0] if any(row.get(column) not in ("", [], None) for row in rows)]
     for column in columns:
-        numeric = all(isinstance(row.get(column), int | float) for row in rows)
-        table.add_column(column.removesuffix("_bytes"), justify="right" if numeric else "left", overflow="fold")
+        numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
+        title_text = column.removesuffix("_bytes").replace("_", " ")
+        if len(title_text) > COLUMN_TITLE_MAX:
+            title_text = "\n".join(title_text.rsplit(" ", 1))
+        # Sentences wrap; names and numbers only where a terminal is too narrow even then.
+        justify: Literal["left", "right"] = "right" if numeric else "left"
+        table.add_column(title_text, justify=justify, overflow="fold", no_wrap=column not in ("note", "reason"))
     for row in rows:
         table.add_row(*(_cell(column, row.get(column)) for column in columns))
     # A pipe gets whole lines; a terminal gets its own width.
     width = None if os.isatty(1) else 200
-    Console(width=width, highlight=False, markup=False).print(table)
+    console = Console(width=width, highlight=False, markup=False)
+    endless = console.options.update(max_width=1000)
+    table.collapse_padding = console.measure(table, options=endless).minimum > console.width
+    if console.measure(table, options=endless).minimum > console.width:
+        for part in table.columns:
+            part.no_wrap = False
+    console.print(table)
 
 
 def _cell(column: str, value: Any) -> str:
@@ -91,7 +127,7 @@ def _cell(column: str, value: Any) -> str:
     if column.endswith("_bytes"):
         return size(int(value))
     if isinstance(value, float):
-        return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+        return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return str(value)
@@ -112,7 +148,7 @@ def fetch_model(model: str) -> Path:
     from profiles.smollm2 import ensure_smollm2
 
     assert model == "smollm2"
-    return ensure_smollm2(lambda line: print(line, flush=True))
+    return ensure_smollm2(_progress)
 
 
 def make_tiny_model(name: str, *, seed: int, directory: Path | None) -> Path:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from ops.models import apply_files, records_of
+from ops.models import apply_records
 from ops.paths import pool_state
 from ops.supervisor import Pool, PoolOptions, end_start_on_signal, until_signal
+from subjects.messages import ModelRecord
 
 DEFAULT_PORT = 8080
 INTERRUPTED = 130
@@ -26,12 +26,11 @@ async def run_up(
     redis_url: str,
     redis_port: int,
     devices: Sequence[str],
-    files: Sequence[Path],
+    records: Sequence[ModelRecord],
     gateway_flags: tuple[str, ...],
     worker: bool,
 ) -> int:
-    """Starts the set, prints its endpoints, applies ``files`` and waits for a signal. Returns the exit code."""
-    records_of(files)  # A wrong file is told before anything starts.
+    """Starts the set, prints its endpoints, applies ``records`` and waits for a signal. Returns the exit code."""
     options = PoolOptions(
         state_dir=pool_state(pool_name),
         host=host,
@@ -53,8 +52,8 @@ async def run_up(
             print(f"  NATS             {_without_secret(pool.endpoints.nats_url)}")
             print(f"  Redis            {_without_secret(pool.endpoints.redis_url)}")
             print(f"  logs             {options.state_dir / 'logs'}", flush=True)
-            if files:
-                await apply_files(files, nats_url=pool.nats_url)
+            if records:
+                await apply_records(records, nats_url=pool.nats_url)
             print("carpool: ready (Ctrl-C ends it; running requests finish first)", flush=True)
             code = await until_signal(pool)
             print("carpool: ending", flush=True)
