@@ -23,6 +23,7 @@ from ops.models import records_of
 from ops.prove.scripted_server import ScriptedServer
 from ops.supervisor import Pool, PoolOptions
 from subjects import codec, names
+from subjects.errors import ConfigError
 from subjects.messages import LoadModel, WorkerCommand
 
 if TYPE_CHECKING:
@@ -45,10 +46,13 @@ _ASKS = ("Describe {} in one sentence.", "Write a short poem about {}.", "Why do
 
 async def run(say: Say, only: tuple[str, ...], seed: int = 0) -> dict[str, Any]:
     """All oracles (or those named in ``only``) in turn; every figure with its bound beside it, and ``ok``."""
+    known = [oracle.__name__.removeprefix("prove_") for oracle in ORACLES]
+    for name in only:
+        if name not in known:
+            raise ConfigError(f"--only {name}: no such oracle; use one of {', '.join(known)}")
     result: dict[str, Any] = {"part": "main-job", "seed": seed}
     bounds: dict[str, bool] = {}
-    for oracle in ORACLES:
-        name = oracle.__name__.removeprefix("prove_")
+    for name, oracle in zip(known, ORACLES, strict=True):
         if only and name not in only:
             continue
         started_s = time.monotonic()
