@@ -218,6 +218,17 @@ async def test_control_says_what_is_wrong(nats_server: NatsServer, tmp_path: Pat
         assert await rig.control("get", {"what": "models"}) == []
 
 
+async def test_a_fallback_that_nobody_applied_is_noted(nats_server: NatsServer, tmp_path: Path) -> None:
+    """A fallback may be applied later, so this is a note and no refusal; one of the same file, or an alias, is known."""
+    async with rig_on(nats_server, tmp_path) as rig:
+        scheduler = await rig.scheduler()
+        await until(lambda: scheduler.core.leads, "leadership")
+        rows = await rig.apply(
+            record("a", fallback="nobody"), record("b", fallback="c-too"), record("c", aliases=("c-too",))
+        )
+        assert ["nobody" in row["note"] for row in rows] == [True, False, False]
+
+
 async def test_two_applies_at_once_store_two_revisions(nats_server: NatsServer, tmp_path: Path) -> None:
     """Each verb reads what is stored before it writes, so of two at the same time one waits for the other."""
     async with rig_on(nats_server, tmp_path) as rig:
