@@ -43,7 +43,7 @@ ANYONE = Caller(Tenant("default"))
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
     key: str = ""
     sha256: str = ""
     sla_class: SlaClass | None = msgspec.field(default=None, name="class")

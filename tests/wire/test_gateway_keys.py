@@ -91,6 +91,7 @@ def test_a_key_file(tmp_path: Path) -> None:
         (f"keys: [{{key: {KEY_A}, sha256: {'0' * 64}, tenant: a}}]", "keys[0]"),
         ("keys: [{key: short-canary, tenant: a}]", "keys[0].key"),
         (f"keys: [{{key: {KEY_A}, tenant: 'a b'}}]", "keys"),
+        (f'keys: [{{key: {KEY_A}, tenant: "a\\n"}}]', "keys"),
         (f"keys: [{{key: {KEY_A}, tenant: a, class: platinum}}]", "keys"),
         (f"keys: [{{key: {KEY_A}, tenant: a, klass: gold}}]", "keys"),
         (f"keys: [{{key: {KEY_A}, tenant: a}}, {{key: {KEY_A}, tenant: b}}]", "keys[1]"),
