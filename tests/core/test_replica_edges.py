@@ -128,3 +128,24 @@ def test_a_replica_is_idle_when_no_gateway_has_to_be_heard() -> None:
     assert replica.core.idle
     claiming = in_phase(Phase.CLAIMING)
     assert not claiming.core.idle
+
+
+def test_a_replica_with_more_requests_than_slots_takes_no_offer() -> None:
+    """Its slots were lowered while they ran; what runs goes on."""
+    replica = Replica(slots=4)
+    for name in ("a", "b", "c"):
+        assert replica(e.OfferReceived(ticket(request=RequestId(name)), 1))[-1].startswith(("1: taken", "claim"))
+    replica(e.ConcurrencySet(2))
+    assert replica(e.OfferReceived(ticket(request=RequestId("d")), 2)) == ["2: busy"]
+    assert replica.core.held == 3
+
+
+def test_a_pause_wakes_only_a_replica_that_pulls() -> None:
+    """Refused pulls are tried again after a pause, but not by one that drains."""
+    replica = Replica()
+    for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
+        if queue.outstanding:
+            replica(e.PullExpired(sla_class, lane, queue.outstanding))
+    assert replica.core.next_wake_s == 0.25
+    replica(e.DrainStarted(deadline_s=60.0))
+    assert replica.core.next_wake_s is None
