@@ -125,7 +125,7 @@ async def _run(stage: _Stage, records: Sequence[ModelRecord], *, keep: bool, as_
             if keep:
                 stage.say(f"still serving {pool.http_url}/v1 with {REAL}, {TINY_A}, {TINY_B}; Ctrl-C ends it")
                 await until_signal(pool)
-            else:
+            elif not as_json:
                 print("\nA pool of your own: `.venv/bin/carpool up`; or `carpool demo --keep` leaves this one running.")
     return 0 if all(checks.values()) else 1
 
