@@ -69,6 +69,8 @@ TELEMETRY_EVERY_S = 0.1
 BUS_LOST_S_MAX = 2.0
 """A shorter loss of the bus is ridden out; after it new requests get 503 at once."""
 START_RETRY_S = 0.5
+READ_AGAIN_EVERY_S = 0.1
+"""How often names that nobody knows may have the bucket of models read again."""
 TOKENISED_INLINE_BYTES_MAX = 16 * 1024
 """Longer bodies are tokenised in a thread, so that one long prompt does not stop all streams."""
 TOKENISER_THREADS = 2
@@ -126,6 +128,9 @@ class Gateway:
         self._telemetry_sequence = 0
         self._draining = False
         self._registry_read = False
+        self._registry_changes = 0
+        self._reading_again: asyncio.Task[None] | None = None
+        self._read_again_s = 0.0
         self._bus_lost_s: float | None = time.monotonic() - BUS_LOST_S_MAX
         self._idle = asyncio.Event()
         self._telemetry_now = asyncio.Event()
@@ -187,6 +192,26 @@ class Gateway:
                 self._take_digest(last.value)
             self._registry_read = True
             return
+
+    async def _read_again(self) -> None:
+        """Before a name is called unknown: it may have been applied a moment ago, and the news of it be on its way.
+
+        One read serves all who wait for one. It only adds; what changes and goes away the watch tells.
+        """
+        if self._reading_again is None or self._reading_again.done():
+            self._reading_again = asyncio.get_running_loop().create_task(self._read_new_records())
+        await asyncio.wait({self._reading_again})
+
+    async def _read_new_records(self) -> None:
+        await asyncio.sleep(max(0.0, self._read_again_s + READ_AGAIN_EVERY_S - time.monotonic()))
+        self._read_again_s = time.monotonic()
+        before = self._registry_changes
+        with suppress(BusError):
+            entries = await self._bus.kv_entries(names.MODELS_BUCKET)
+            if before == self._registry_changes:  # else the watch works, and knows better
+                for entry in entries:
+                    if self._models.resolve(entry.key) is None:
+                        self._models.record_changed(entry.key, entry)
 
     # -------------------------------------------------------------------------------------------------- what is known
 
@@ -283,6 +308,9 @@ class Gateway:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
         if body.model != AUTO:
             view = self._models.resolve(body.model)
+            while view is None and self._read_again_s < arrived_s:
+                await self._read_again()
+                view = self._models.resolve(body.model)
             if view is None:
                 raise self.unknown_model(body.model)
             refusal = pool_refusal(view)
@@ -525,6 +553,7 @@ class Gateway:
     # -------------------------------------------------------------------------------------------- registry and digest
 
     def _on_record(self, key: str, entry: KvEntry | None) -> None:
+        self._registry_changes += 1
         self._models.record_changed(key, entry)
 
     def _on_digest(self, message: BusMessage) -> None:
