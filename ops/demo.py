@@ -45,7 +45,7 @@ class Outcome:
 
     label: str
     model: str
-    wait_s: float
+    wait_s: float | None
     wake_s: float
     ttft_s: float
     tokens: int
@@ -57,7 +57,7 @@ class Outcome:
         return {
             "request": self.label,
             "model": self.model,
-            "queue wait s": round(self.wait_s, 2),
+            "queue wait s": round(self.wait_s, 2) if self.wait_s is not None else None,
             "of that wake s": round(self.wake_s, 2) if self.wake_s else None,
             "first token s": round(self.ttft_s, 2),
             "tokens": self.tokens,
@@ -186,7 +186,7 @@ async def _ask(client: AsyncOpenAI, pool: Pool, label: str, model: str, prompt: 
         stream_options={"include_usage": True},
     )
     served = raw.headers.get("x-carpool-model", model)
-    wait_s = float(raw.headers.get("x-carpool-queue-wait-ms", 0)) / 1000
+    told_ms = raw.headers.get("x-carpool-queue-wait-ms")
     stream: AsyncIterator[Any] = raw.parse()
     finished = False
     async for chunk in stream:
@@ -208,7 +208,7 @@ async def _ask(client: AsyncOpenAI, pool: Pool, label: str, model: str, prompt: 
         label=label,
         model=served,
         # A stream that was opened before its request was granted could not yet say how long that would take.
-        wait_s=wait_s or min(woken_s, first_s - started_s),
+        wait_s=float(told_ms) / 1000 if told_ms is not None else min(woken_s, first_s - started_s) or None,
         wake_s=wake_s,
         ttft_s=first_s - started_s,
         tokens=usage_tokens,
@@ -222,7 +222,9 @@ async def _wake(pool: Pool, model: str, started_s: float) -> tuple[float, float]
     timeline: Sequence[dict[str, Any]] = await control(pool.nats_url, "get", {"what": "timeline"}) or []
     since_unix_s = time.time() - (time.monotonic() - started_s)
     for entry in reversed(timeline):
-        if entry["model"] == model and entry["action"] == "load" and entry["at_unix_s"] >= since_unix_s - 0.5:
+        if (entry["model"], entry["action"], entry["outcome"]) != (model, "load", "done"):
+            continue
+        if entry["at_unix_s"] >= since_unix_s - 0.5:
             # Whoever left for it was told so at the same time, and had to be gone first.
             left = [
                 other["took_s"]
@@ -242,7 +244,7 @@ async def _ask_over_nats(pool: Pool) -> Outcome:
         result = await scheduler.infer("Name one colour.", max_tokens=12, model=REAL)
     took_s = time.monotonic() - started_s
     tokens = result.usage.completion_tokens if result.usage else 0
-    return Outcome("over NATS", result.model, 0.0, 0.0, took_s, tokens, tokens / took_s, result.text)
+    return Outcome("over NATS", result.model, None, 0.0, took_s, tokens, tokens / took_s, result.text)
 
 
 def _checks(outcomes: Sequence[Outcome], timeline: Sequence[dict[str, Any]]) -> dict[str, bool]:
