@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +40,7 @@ from subjects.messages import (
 )
 from subjects.nats_bus import NatsBus
 from tests.servers import NatsServer
+from tests.waiting import until
 from workers.processes import start_time
 
 T = TypeVar("T")
@@ -64,17 +64,6 @@ def model(script: str = "", budget_bytes: int = 40) -> ModelRecord:
         max_num_seqs=2,
         engine_options={"script": script} if script else {},
     )
-
-
-async def until(condition: Callable[[], T | None], what: str, patience_s: float = PATIENCE_S) -> T:
-    """The first truthy value of ``condition``."""
-    end_s = time.monotonic() + patience_s
-    while time.monotonic() < end_s:
-        value = condition()
-        if value:
-            return value
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"not within {patience_s} s: {what}")
 
 
 def gone(pid: int) -> bool:
@@ -149,7 +138,7 @@ class Desk:
             ends = [e for e in self.events if isinstance(e, OperationEnded) and e.operation == operation]
             return ends[0] if ends else None
 
-        return await until(find, f"the end of {operation}", patience_s)
+        return await until(find, f"the end of {operation}", within_s=patience_s)
 
     async def ready(self, worker: WorkerId, record: ModelRecord) -> ReplicaId:
         """Loads a replica and waits until it is ready."""

@@ -14,6 +14,7 @@ from subjects.memory_hub import LoopClock, MemoryHub
 from subjects.memory_queue import Timer
 from subjects.nats_bus import NatsBus
 from tests.servers import NatsServer
+from tests.waiting import until
 
 WAIT_S = 15.0
 LIMITS = QueueLimits(messages_max=8, bytes_max=1024 * 1024)
@@ -102,13 +103,6 @@ class NatsBackend(Backend):
         await asyncio.to_thread(self.server.kill)
         await until(lambda: not any(bus.connected for bus in self.buses))
         await asyncio.to_thread(self.server.start)
-
-
-async def until(condition: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:
-    """Waits for something that happens elsewhere; fails after a generous bound."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(params=["memory", "nats"])

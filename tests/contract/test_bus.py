@@ -20,7 +20,8 @@ from subjects.errors import (
 )
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
-from tests.contract.conftest import LIMITS, Backend, until
+from tests.contract.conftest import LIMITS, Backend
+from tests.waiting import until
 
 MODEL = ModelKey("0123456789abcdef")
 OTHER_MODEL = ModelKey("0123456789abcdee")
@@ -312,7 +313,7 @@ async def test_a_refused_ticket_is_delivered_again_at_once_and_first(bus: Bus) -
     for _ in range(3):
         known = len(lines.tickets)
         await puller.pull(1, 1)
-        await until(lambda k=known: len(lines.tickets) > k, timeout_s=1.5)  # type: ignore[misc]
+        await until(lambda k=known: len(lines.tickets) > k, within_s=1.5)  # type: ignore[misc]
         await bus.queue_nak(lines.tickets[-1].token)
         await bus.round_trip(timeout_s=5)
     assert [(ticket.payload, ticket.deliveries) for ticket in lines.tickets] == [(b"a", 1), (b"a", 2), (b"a", 3)]
@@ -411,7 +412,7 @@ async def test_a_stopped_puller_gets_nothing(bus: Bus) -> None:
     other = await going.open(bus)
     await other.pull(1, 1)
     await put(bus, "a")
-    await until(lambda: going.payloads == [b"a"], timeout_s=1.5)
+    await until(lambda: going.payloads == [b"a"], within_s=1.5)
     assert (stopped.tickets, stopped.returned) == ([], [])
 
 

@@ -16,8 +16,9 @@ from subjects.errors import BusError, BusUnavailable, RequestTimeout
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
 from subjects.nats_bus import NatsBus
-from tests.contract.conftest import until
+from subjects.tasks import end_tasks
 from tests.servers import NatsServer
+from tests.waiting import until
 
 MODEL = ModelKey("0123456789abcdef")
 Connect = Callable[..., Awaitable[NatsBus]]
@@ -65,7 +66,7 @@ async def test_a_frozen_server_is_noticed_and_left_behind(nats_server: NatsServe
     assert not steady.connected
     assert returned == [3]
     nats_server.thaw()
-    await until(lambda: bus.connected and steady.connected, timeout_s=8)
+    await until(lambda: bus.connected and steady.connected, within_s=8)
     for one in (bus, steady):
         await one.round_trip(timeout_s=5)
     await bus.publish("s", b"again")
@@ -166,8 +167,7 @@ async def test_a_client_that_stopped_reconnecting_is_started_again(nats_server: 
     await until(lambda: bus._connection._client._reconnection_task is not None)
     task = bus._connection._client._reconnection_task
     assert task is not None
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_tasks({task})
     await asyncio.to_thread(nats_server.start)
     await until(lambda: bus.connected)
     await bus.round_trip(timeout_s=5)
@@ -194,7 +194,7 @@ async def test_a_flood_on_a_slow_handler_loses_nothing(nats_server: NatsServer, 
     count = 12_000
     for index in range(count):
         await flooding.publish("frames", b"%08d" % index + bytes(2_000))
-    await until(lambda: len(at_slow) == count and len(at_fast) == count, timeout_s=60)
+    await until(lambda: len(at_slow) == count and len(at_fast) == count, within_s=60)
     assert at_slow == list(range(count))
     assert at_fast == list(range(count))
     for bus in (slow, fast, flooding):

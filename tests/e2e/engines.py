@@ -157,16 +157,6 @@ class Driver:
         await self.engine.stop()
 
 
-async def until(condition: Any, timeout_s: float) -> bool:
-    """Whether ``condition()`` became true in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if condition():
-            return True
-        await asyncio.sleep(0.01)
-    return bool(condition())
-
-
 class VllmServer:
     """``python -m vllm.entrypoints.openai.api_server`` on loopback."""
 

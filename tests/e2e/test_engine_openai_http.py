@@ -15,7 +15,8 @@ import workers.engines.openai_http as openai_http
 from ops.servers import free_port
 from subjects.errors import EngineError
 from subjects.messages import Endpoint, EngineType, Failure, FailureKind, Usage
-from tests.e2e.engines import CONTEXT_LEN, Driver, VllmServer, replica_spec, until
+from tests.e2e.engines import CONTEXT_LEN, Driver, VllmServer, replica_spec
+from tests.waiting import until
 from workers.engines.openai_http import OpenAiHttpEngine
 
 
@@ -84,7 +85,7 @@ async def test_an_abort_reaches_the_server(driver: Driver, vllm_server: VllmServ
         request = driver.send(ask("A long one", max_tokens=900, ignore_eos=True))
         answer = driver.answers[request]
         if begin:
-            assert await until(lambda answer=answer: len(answer.deltas) >= 3, 30.0)
+            await until(lambda answer=answer: len(answer.deltas) >= 3, within_s=30.0)  # type: ignore[misc]
         else:
             await asyncio.sleep(0.05)
         driver.engine.abort(request, 1)
@@ -297,10 +298,10 @@ async def test_an_abort_closes_the_connection(scripted: Driver, server: Scripted
     """The server sees the close, nothing more comes out, and the slot is free."""
     server.script = [STREAM, event(content("a")), 30.0, event(content("b", finish="stop")), DONE]
     request = scripted.send(ask("x"))
-    assert await until(lambda: len(scripted.answers[request].deltas) == 1, 5.0)
+    await until(lambda: len(scripted.answers[request].deltas) == 1, within_s=5.0)
     scripted.engine.abort(request, 1)
     scripted.engine.abort(request, 1)
-    assert await until(lambda: server.closed_by_client == 1, 2.0)
+    await until(lambda: server.closed_by_client == 1, within_s=2.0)
     assert scripted.engine.load().running == 0
     assert len(scripted.answers[request].deltas) == 1
 

@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from subjects.errors import EngineError
 from subjects.messages import Endpoint, FailureKind
-from tests.e2e.engines import Driver, VllmServer, replica_spec, until
+from tests.e2e.engines import Driver, VllmServer, replica_spec
+from tests.waiting import until
 from workers.engines.base import EngineInfo
 from workers.engines.vllm_cpu import VllmEngine
 
@@ -320,11 +321,11 @@ async def test_an_aborted_request_frees_its_slot_and_pages(driver: Driver) -> No
     assert (idle.running, idle.waiting) == (0, 0)
     request = driver.send(ask("A long one", max_tokens=900, ignore_eos=True))
     answer = driver.answers[request]
-    assert await until(lambda: len(answer.deltas) >= 5, 20.0)
+    await until(lambda: len(answer.deltas) >= 5, within_s=20.0)
     assert driver.engine.load().running == 1
     driver.engine.abort(request, 1)
     seen = len(answer.deltas)
-    assert await until(lambda: driver.engine.load() == idle, 1.0)
+    await until(lambda: driver.engine.load() == idle, within_s=1.0)
     assert (await driver.ask(QUESTION | {"max_tokens": 3})).usage.completion_tokens == 3
     assert len(answer.deltas) == seen
     assert not answer.done.is_set()
@@ -342,7 +343,7 @@ async def test_requests_aborted_before_they_run_never_speak(driver: Driver) -> N
         driver.engine.abort(request, 1)
     counts = [len(driver.answers[request].deltas) for request in requests]
     assert counts[0] == 0
-    assert await until(lambda: driver.engine.load() == idle, 1.0)
+    await until(lambda: driver.engine.load() == idle, within_s=1.0)
     await driver.ask(QUESTION | {"max_tokens": 3})
     assert [len(driver.answers[request].deltas) for request in requests] == counts
     # The same attempt id may be heard of again.

@@ -17,7 +17,8 @@ import pytest
 import pytest_asyncio
 
 from subjects.errors import EngineError
-from tests.e2e.engines import replica_spec, until
+from tests.e2e.engines import replica_spec
+from tests.waiting import until
 from workers.spec import ReplicaSpec
 from workers.template import Template
 
@@ -138,7 +139,7 @@ async def test_the_template_dies_alone(template: Template, tiny_model: Path) -> 
     # What is left of an agent that was killed: the end of its socket.
     assert template._socket is not None
     template._socket.shutdown(socket.SHUT_RDWR)
-    assert await until(lambda: template.pid is None, 5.0)
+    await until(lambda: template.pid is None, within_s=5.0)
     for forked in (survivor, successor):
         assert (await forked.ask("born"))["pid"] == forked.pid
         assert await forked.exit("exit") == 7

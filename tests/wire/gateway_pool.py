@@ -50,6 +50,7 @@ from subjects.messages import (
 )
 from subjects.nats_bus import NatsBus
 from subjects.tasks import end_tasks
+from tests.waiting import until
 
 UNCONFIRMED_S = 0.5
 PULL_S = 0.5
@@ -74,14 +75,6 @@ def record(name: str = "", **fields: Any) -> ModelRecord:
         "max_context_len": 2048,
     }
     return ModelRecord(**(given | fields))
-
-
-async def until(condition: Callable[[], Any], what: str) -> None:
-    """Waits for a condition, within the bound."""
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, f"never happened: {what}"
-        await asyncio.sleep(0.01)
 
 
 # -------------------------------------------------------------------------------------------------------------- replicas
@@ -227,8 +220,7 @@ class ScriptedReplica:
             script = asyncio.ensure_future(self.script(run))
             await asyncio.wait({script, asyncio.ensure_future(run.ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
             if not script.done():
-                script.cancel()
-                await asyncio.gather(script, return_exceptions=True)
+                await end_tasks({script})
             else:
                 script.result()
             await run.ended.wait()

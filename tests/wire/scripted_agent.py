@@ -26,6 +26,7 @@ from subjects.messages import (
     WorkerCommand,
     WorkerSnapshot,
 )
+from subjects.tasks import end_tasks
 
 DEVICE = DeviceId("cpu0")
 
@@ -52,9 +53,7 @@ class ScriptedAgent:
         self._spawn(self._beat())
 
     async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self._subscription is not None:
             await self._subscription.stop()
 

@@ -14,7 +14,8 @@ from openai import APIError
 
 from subjects.messages import Failure, FailureKind, SlaClass
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import Pool, Run, Script, open_pool, record, until
+from tests.waiting import until
+from tests.wire.gateway_pool import Pool, Run, Script, open_pool, record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,7 +12,8 @@ import pytest_asyncio
 from broker.gateway import GatewayOptions
 from broker.http_app import HttpOptions
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import Pool, Run, open_pool, record, until
+from tests.waiting import until
+from tests.wire.gateway_pool import Pool, Run, open_pool, record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,8 @@ from subjects.bus import BusMessage
 from subjects.codec import decode, encode
 from subjects.messages import Endpoint, Failure, FailureKind, InferFrame, InferRequest
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import WAIT_S, Pool, Run, open_pool, record, until
+from tests.waiting import until
+from tests.wire.gateway_pool import WAIT_S, Pool, Run, open_pool, record
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 

@@ -18,7 +18,8 @@ from subjects.codec import encode
 from subjects.messages import ModelRecord, SlaClass
 from subjects.nats_bus import NatsBus
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import WAIT_S, Run, ScriptedReplica, record, until
+from tests.waiting import until
+from tests.wire.gateway_pool import WAIT_S, Run, ScriptedReplica, record
 
 MAIN = """
 import asyncio, sys

@@ -15,7 +15,8 @@ import pytest_asyncio
 
 from broker.http_app import HttpOptions
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import Pool, open_pool, record, until
+from tests.waiting import until
+from tests.wire.gateway_pool import Pool, open_pool, record
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -17,7 +17,8 @@ from broker.http_app import HttpOptions
 from subjects.ids import Tenant
 from subjects.messages import Failure, FailureKind, PoolModel, SlaClass
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import Pool, Run, answer_hello, open_pool, record, until
+from tests.waiting import until
+from tests.wire.gateway_pool import Pool, Run, answer_hello, open_pool, record
 
 QUICK = HttpOptions(sse_open_after_s=0.2, keep_alive_s=0.1)
 HI: Any = [{"role": "user", "content": "Hi"}]

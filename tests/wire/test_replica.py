@@ -32,7 +32,8 @@ from subjects.messages import (
 )
 from subjects.nats_bus import NatsBus
 from tests.servers import NatsServer
-from tests.wire.scripted import ScriptedAgent, ScriptedGateway, eventually, simulated_record
+from tests.waiting import until
+from tests.wire.replica_ends import AgentEnd, ScriptedGateway, simulated_record
 from workers.control import (
     EXIT_AGENT_GONE,
     Concurrency,
@@ -55,7 +56,7 @@ class Stage:
 
     url: str
     bus: NatsBus
-    started: list[ScriptedAgent | ScriptedGateway] = field(default_factory=list)
+    started: list[AgentEnd | ScriptedGateway] = field(default_factory=list)
 
     async def gateway(self, record: ModelRecord) -> ScriptedGateway:
         """A scripted gateway for one model."""
@@ -63,9 +64,9 @@ class Stage:
         self.started.append(gateway)
         return gateway
 
-    async def replica(self, record: ModelRecord, *, ready: bool = True, **fields: object) -> ScriptedAgent:
+    async def replica(self, record: ModelRecord, *, ready: bool = True, **fields: object) -> AgentEnd:
         """A replica process with its scripted agent."""
-        agent = await ScriptedAgent(record, self.url, **fields).start()
+        agent = await AgentEnd(record, self.url, **fields).start()
         self.started.append(agent)
         if ready:
             await agent.wait_for(Ready)
@@ -116,12 +117,12 @@ async def test_one_request_from_ticket_to_usage(stage: Stage) -> None:
     assert states == sorted(states, key=[ReplicaState.LOADING, ReplicaState.WARMING].index)
     assert set(states) == {ReplicaState.LOADING, ReplicaState.WARMING}
     request, answer = await gateway.submit(tokens=20, content="12345678")
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     assert answer.text == expected_answer(request, 20)
     assert answer.end is not None
     assert (answer.end.finish_reason, answer.end.usage) == ("length", Usage(prompt_tokens=6, completion_tokens=20))
     assert [claim.replica for claim in gateway.claims] == [agent.spec.replica]
-    await eventually(lambda: agent.load is not None and agent.load.running == 0 and agent.load.idle_s > 0)
+    await until(lambda: agent.load is not None and agent.load.running == 0 and agent.load.idle_s > 0)
 
 
 async def test_64_requests_at_once(stage: Stage) -> None:
@@ -130,7 +131,7 @@ async def test_64_requests_at_once(stage: Stage) -> None:
     gateway, _ = await stage.gateway(record), await stage.replica(record)
     lanes = [Lane.SMALL, Lane.MEDIUM, Lane.LARGE]
     submitted = [await gateway.submit(tokens=10 + index % 7, lane=lanes[index % 3]) for index in range(64)]
-    await eventually(lambda: all(answer.end is not None for _, answer in submitted), within_s=30)
+    await until(lambda: all(answer.end is not None for _, answer in submitted), within_s=30)
     for index, (request, answer) in enumerate(submitted):
         assert answer.text == expected_answer(request, 10 + index % 7)
         assert answer.granted == 1
@@ -143,7 +144,7 @@ async def test_choices_of_one_request(stage: Stage) -> None:
     record = simulated_record()
     gateway, _ = await stage.gateway(record), await stage.replica(record)
     request, answer = await gateway.submit(tokens=4, n=3)
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     for choice in range(3):
         mine = [delta for delta in answer.deltas if delta.choice == choice]
         assert "".join(delta.text for delta in mine) == expected_answer(request, 4, choice)
@@ -155,10 +156,10 @@ async def test_cancel_frees_the_slot(stage: Stage) -> None:
     record = simulated_record(slots=1)
     gateway, agent = await stage.gateway(record), await stage.replica(record)
     request, answer = await gateway.submit(tokens=5000, token_s=0.01)
-    await eventually(lambda: len(answer.deltas) > 3)
+    await until(lambda: len(answer.deltas) > 3)
     await gateway.cancel(request)
     _, following = await gateway.submit(tokens=2)
-    await eventually(lambda: following.end is not None)
+    await until(lambda: following.end is not None)
     seen = len(answer.deltas)
     await asyncio.sleep(0.3)
     assert len(answer.deltas) == seen < 1000
@@ -170,10 +171,10 @@ async def test_a_request_that_held_does_not_name_is_aborted(stage: Stage) -> Non
     record = simulated_record(slots=1)
     gateway, _ = await stage.gateway(record), await stage.replica(record)
     _, answer = await gateway.submit(tokens=5000, token_s=0.01)
-    await eventually(lambda: len(answer.deltas) > 3)
+    await until(lambda: len(answer.deltas) > 3)
     answer.named = False
     _, following = await gateway.submit(tokens=2)
-    await eventually(lambda: following.end is not None)
+    await until(lambda: following.end is not None)
 
 
 async def test_silence_of_the_gateway_aborts(stage: Stage) -> None:
@@ -183,12 +184,12 @@ async def test_silence_of_the_gateway_aborts(stage: Stage) -> None:
     agent = await stage.replica(record)
     _, lost = await silent.submit(tokens=20_000, token_s=0.005)
     _, kept = await alive.submit(tokens=20_000, token_s=0.005)
-    await eventually(lambda: len(lost.deltas) > 3 and len(kept.deltas) > 3)
-    await eventually(lambda: agent.load is not None and agent.load.running == 2)
+    await until(lambda: len(lost.deltas) > 3 and len(kept.deltas) > 3)
+    await until(lambda: agent.load is not None and agent.load.running == 2)
     silent.says_held = False
-    await eventually(lambda: agent.load is not None and agent.load.running == 1)
+    await until(lambda: agent.load is not None and agent.load.running == 1)
     seen = len(kept.deltas)
-    await eventually(lambda: len(kept.deltas) > seen + 5)
+    await until(lambda: len(kept.deltas) > seen + 5)
 
 
 async def test_lost_frames_are_sent_again(stage: Stage) -> None:
@@ -198,7 +199,7 @@ async def test_lost_frames_are_sent_again(stage: Stage) -> None:
     numbers = iter(range(10**9))
     gateway.drop_frames = lambda frames: bool(frames.deltas) and next(numbers) % 4 == 1
     submitted = [await gateway.submit(tokens=30) for _ in range(4)]
-    await eventually(lambda: all(answer.end is not None for _, answer in submitted))
+    await until(lambda: all(answer.end is not None for _, answer in submitted))
     assert [answer.text for _, answer in submitted] == [expected_answer(request, 30) for request, _ in submitted]
     finishes: list[int] = []
 
@@ -209,7 +210,7 @@ async def test_lost_frames_are_sent_again(stage: Stage) -> None:
 
     gateway.drop_frames = drop_first_finish
     request, answer = await gateway.submit(tokens=3)
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     assert answer.text == expected_answer(request, 3)
     assert len(finishes) >= 2
 
@@ -219,7 +220,7 @@ async def test_a_second_grant_does_not_run_twice(stage: Stage) -> None:
     record = simulated_record(slots=4)
     gateway, agent = await stage.gateway(record), await stage.replica(record)
     request, answer = await gateway.submit(tokens=60, token_s=0.02)
-    await eventually(lambda: answer.granted == 1 and len(answer.deltas) > 2)
+    await until(lambda: answer.granted == 1 and len(answer.deltas) > 2)
     await gateway.publish(request, publication=2)
     running: list[int] = []
     while answer.end is None:
@@ -229,7 +230,7 @@ async def test_a_second_grant_does_not_run_twice(stage: Stage) -> None:
     assert answer.text == expected_answer(request, 60)
     assert answer.repeats == 0
     following, second = await gateway.submit(tokens=2)
-    await eventually(lambda: second.end is not None)
+    await until(lambda: second.end is not None)
     assert second.text == expected_answer(following, 2)
 
 
@@ -239,7 +240,7 @@ async def test_a_large_body_comes_in_parts(stage: Stage) -> None:
     gateway, _ = await stage.gateway(record), await stage.replica(record)
     content = "x" * (1 << 20)
     request, answer = await gateway.submit(tokens=2, content=content, lane=Lane.LARGE)
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     assert answer.text == expected_answer(request, 2)
     assert answer.end is not None
     assert answer.end.usage == Usage(prompt_tokens=len(content) // 4 + 4, completion_tokens=2)
@@ -252,9 +253,9 @@ async def test_drain_waits_for_confirmation(stage: Stage) -> None:
     gateway, agent = await stage.gateway(record), await stage.replica(record)
     gateway.confirms = False
     request, answer = await gateway.submit(tokens=10)
-    await eventually(lambda: len(answer.deltas) > 2)
+    await until(lambda: len(answer.deltas) > 2)
     agent.send(Drain(timeout_s=30))
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     assert answer.text == expected_answer(request, 10)
     await asyncio.sleep(1.0)
     assert not any(isinstance(message, Drained) for message in agent.heard)
@@ -272,10 +273,10 @@ async def test_a_drain_past_its_bound_gives_back(stage: Stage) -> None:
     record = simulated_record()
     gateway, agent = await stage.gateway(record), await stage.replica(record)
     request, answer = await gateway.submit(tokens=20_000, token_s=0.05)
-    await eventually(lambda: len(answer.deltas) > 2)
+    await until(lambda: len(answer.deltas) > 2)
     agent.send(Drain(timeout_s=0.3))
     assert (await agent.wait_for(Drained)).given_back == 1
-    await eventually(lambda: any(gone.request == request for gone in gateway.gone))
+    await until(lambda: any(gone.request == request for gone in gateway.gone))
 
 
 async def test_death_of_the_agent_ends_the_replica(stage: Stage) -> None:
@@ -283,7 +284,7 @@ async def test_death_of_the_agent_ends_the_replica(stage: Stage) -> None:
     record = simulated_record()
     gateway, agent = await stage.gateway(record), await stage.replica(record)
     _, answer = await gateway.submit(tokens=20_000, token_s=0.05)
-    await eventually(lambda: len(answer.deltas) > 2)
+    await until(lambda: len(answer.deltas) > 2)
     agent.die()
     assert await agent.exit_code(within_s=5) == EXIT_AGENT_GONE
 
@@ -294,14 +295,14 @@ async def test_restart_of_the_bus_with_lost_streams(make_stage: StageMaker, nats
     record = simulated_record()
     gateway, agent = await stage.gateway(record), await stage.replica(record)
     running = [await gateway.submit(tokens=200, token_s=0.02) for _ in range(4)]
-    await eventually(lambda: all(len(answer.deltas) > 3 for _, answer in running))
+    await until(lambda: all(len(answer.deltas) > 3 for _, answer in running))
     await asyncio.to_thread(nats_server.restart)
-    await eventually(lambda: stage.bus.connected, within_s=20)
+    await until(lambda: stage.bus.connected, within_s=20)
     await asyncio.wait_for(ensure_queue(stage.bus), 20)
     request, answer = await gateway.submit(tokens=5)
-    await eventually(lambda: answer.end is not None, within_s=30)
+    await until(lambda: answer.end is not None, within_s=30)
     assert answer.text == expected_answer(request, 5)
-    await eventually(lambda: all(answer.end is not None for _, answer in running), within_s=30)
+    await until(lambda: all(answer.end is not None for _, answer in running), within_s=30)
     for request, answer in running:
         assert answer.text == expected_answer(request, 200)
         assert answer.granted == 1
@@ -317,7 +318,7 @@ async def test_a_continuation(stage: Stage) -> None:
     answer.sent_token_ids = tuple(expected_token(request, index) for index in range(6))
     answer.next_indexes = [6]
     await gateway.publish(request)
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     assert expected_answer(request, 6) + answer.text == expected_answer(request, 10)
     assert answer.end is not None
     assert answer.end.usage == Usage(prompt_tokens=6, completion_tokens=10)
@@ -336,7 +337,7 @@ async def test_offers(stage: Stage) -> None:
 
     busy, request = await offer()
     assert not busy
-    await eventually(lambda: [claim.request for claim in gateway.claims] == [request])
+    await until(lambda: [claim.request for claim in gateway.claims] == [request])
     busy, _ = await offer()
     assert busy
 
@@ -361,7 +362,7 @@ async def test_frames_can_be_gathered(stage: Stage) -> None:
     record = simulated_record(step_const_s=0.001)
     gateway, _ = await stage.gateway(record), await stage.replica(record, frame_window_ms=50)
     request, answer = await gateway.submit(tokens=200)
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     assert answer.text == expected_answer(request, 200)
     assert sum(bool(frames.deltas) for frames in gateway.frames) < 100
 
@@ -422,7 +423,7 @@ async def test_failures_of_requests_reach_the_gateway(stage: Stage) -> None:
     _, long = await gateway.submit(tokens=2, content="x" * 1000)
     _, sick = await gateway.submit(tokens=5, fail="sick", fail_after_tokens=2)
     request, fine = await gateway.submit(tokens=5)
-    await eventually(lambda: all(answer.end is not None for answer in (long, sick, fine)))
+    await until(lambda: all(answer.end is not None for answer in (long, sick, fine)))
     failures = [answer.end.failure.kind for answer in (long, sick) if answer.end and answer.end.failure]
     assert failures == [FailureKind.BAD_REQUEST, FailureKind.SICK]
     assert fine.text == expected_answer(request, 5)
@@ -433,12 +434,12 @@ async def test_stop_and_sigterm(stage: Stage) -> None:
     record = simulated_record()
     gateway, told, signalled = await stage.gateway(record), await stage.replica(record), await stage.replica(record)
     submitted = [await gateway.submit(tokens=20_000, token_s=0.05) for _ in range(4)]
-    await eventually(lambda: all(answer.deltas for _, answer in submitted))
+    await until(lambda: all(answer.deltas for _, answer in submitted))
     told.send(Stop())
     os.kill(signalled.pid, signal.SIGTERM)
     os.kill(signalled.pid, signal.SIGTERM)
     assert [await told.exit_code(), await signalled.exit_code()] == [0, 0]
-    await eventually(lambda: {gone.request for gone in gateway.gone} == {request for request, _ in submitted})
+    await until(lambda: {gone.request for gone in gateway.gone} == {request for request, _ in submitted})
 
 
 async def test_a_replica_that_the_pool_counts_as_dead_ends(stage: Stage) -> None:
@@ -459,5 +460,5 @@ async def test_hostile_bytes_do_no_harm(stage: Stage) -> None:
     key = model_key(record.model_hash)
     await stage.bus.queue_publish(key, SlaClass.SILVER, Lane.SMALL, b"\xc1", message_id="junk", ttl_s=60)
     request, answer = await gateway.submit(tokens=5)
-    await eventually(lambda: answer.end is not None)
+    await until(lambda: answer.end is not None)
     assert answer.text == expected_answer(request, 5)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,20 +39,14 @@ from subjects.messages import (
     UnloadReplica,
 )
 from subjects.nats_bus import NatsBus
+from subjects.tasks import end_tasks
 from tests.core.scheduler_world import GIB, record
 from tests.servers import NatsServer
+from tests.waiting import until
 from tests.wire.scripted_agent import ScriptedAgent
 
 BOUND_S = 20.0
 QUICK = SchedulerSettings(residency_s_min=0.5)
-
-
-async def until(condition: Callable[[], bool], what: str, bound_s: float = BOUND_S) -> None:
-    """Waits for something that must happen."""
-    end_s = time.monotonic() + bound_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {bound_s} s: {what}"
-        await asyncio.sleep(0.02)
 
 
 class Rig:
@@ -131,8 +125,7 @@ class Rig:
 
     async def close(self) -> None:
         if self._telemetry is not None:
-            self._telemetry.cancel()
-            await asyncio.gather(self._telemetry, return_exceptions=True)
+            await end_tasks({self._telemetry})
         for scheduler, *_ in list(self._schedulers):
             await self.end(scheduler)
         await self.agent.stop()

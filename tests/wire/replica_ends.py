@@ -39,6 +39,8 @@ from subjects.messages import (
     SlaClass,
     Ticket,
 )
+from subjects.tasks import end_tasks
+from tests.waiting import until
 from workers.control import Load, Start, ToAgent, ToReplica, agent_stream, control_pair
 from workers.spec import ReplicaSpec
 
@@ -75,14 +77,6 @@ def simulated_record(**options: str | int | float | bool) -> ModelRecord:
         max_context_len=400_000,
         engine_options={**timing, **options},
     )
-
-
-async def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
-    """Waits until ``condition`` holds."""
-    deadline_s = asyncio.get_running_loop().time() + within_s
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline_s, "the awaited condition did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 @dataclass(slots=True)
@@ -140,9 +134,7 @@ class ScriptedGateway:
 
     async def stop(self) -> None:
         """Ends its tasks; the bus stays."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     # ---- requests
 
@@ -293,7 +285,7 @@ class ScriptedGateway:
         return HeldEntry(request=request, attempt=answer.attempt, next_indexes=answer.confirmed)
 
 
-class ScriptedAgent:
+class AgentEnd:
     """Starts a real replica process and holds the other end of its control socket."""
 
     def __init__(self, record: ModelRecord, nats_url: str, **fields: Any) -> None:
@@ -311,7 +303,7 @@ class ScriptedAgent:
         self._socket: socket.socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> ScriptedAgent:
+    async def start(self) -> AgentEnd:
         """Starts the process and sends its spec; returns at once."""
         mine, theirs = control_pair()
         with theirs:
@@ -347,7 +339,7 @@ class ScriptedAgent:
 
     async def wait_for(self, kind: type[T], *, within_s: float = 15.0) -> T:
         """The last message of ``kind``, as soon as there is one."""
-        await eventually(lambda: any(isinstance(message, kind) for message in self.heard), within_s=within_s)
+        await until(lambda: any(isinstance(message, kind) for message in self.heard), within_s=within_s)
         return [message for message in self.heard if isinstance(message, kind)][-1]
 
     async def exit_code(self, *, within_s: float = 10.0) -> int:
@@ -365,9 +357,7 @@ class ScriptedAgent:
         if self._process is not None and self._process.returncode is None:
             os.kill(self._process.pid, 9)
             await self._process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self._stream.close()
 
     async def _listen(self) -> None:
