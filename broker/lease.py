@@ -1,4 +1,4 @@
-"""Who leads: one key in the ``carpool-leader`` bucket that its holder writes again before a second has passed (SCH-12).
+"""Who leads: one key in the ``carpool-leader`` bucket that its holder writes again before ``LEASE_S`` have passed (SCH-12).
 
 The holder renews with a compare-and-set on its own revision. A standby reads the key and takes it, by compare-and-set too,
 when the revision has not moved for ``LEASE_S`` of the standby's own clock. A holder that could not renew for ``LEASE_S``
@@ -21,11 +21,12 @@ from subjects.errors import BusError, DecodeError, WrongRevision
 from subjects.messages import Lease
 from subjects.names import LEADER_BUCKET
 
-LEASE_S = 1.0
-RENEW_EVERY_S = 0.3
+LEASE_S = 1.4
+"""A standby leads within 2 s of its leader's death: this, one look, and one read and write."""
+RENEW_EVERY_S = 0.2
 LOOK_EVERY_S = 0.2
-CALL_S_MAX = 0.8
-"""One write or read of the key; longer than that is as good as none."""
+CALL_S_MAX = 0.4
+"""One write or read of the key. A lease has room for two that fail and one that works, so a slow one costs nothing."""
 KEY = "scheduler"
 
 log = structlog.get_logger(__name__)

@@ -2,7 +2,7 @@
 
 ::
 
-    with CrossModelScheduler("http://127.0.0.1:8000") as scheduler:
+    with CrossModelScheduler("http://127.0.0.1:8080") as scheduler:
         print(scheduler.infer("Name one colour.", max_tokens=12).text)
         for chunk in scheduler.infer("Count to ten.", stream=True, model="smollm2"):
             print(chunk.text, end="")

@@ -40,8 +40,14 @@ class DigestBuilder:
 
     def restore(self, digest: PoolDigest) -> None:
         """Goes on from the last digest of an earlier leader: its dead stay dead."""
-        self._sequence = max(self._sequence, digest.sequence)
-        self._restored = digest.timeline[-self._settings.timeline_entries_max :]
+        if digest.sequence > self._sequence:
+            # Somebody else led since our last one. What they tell begins with what we had told them.
+            self._sequence = digest.sequence
+            self._timeline.clear()
+            self._restored = tuple(
+                entry if entry.outcome else msgspec.structs.replace(entry, outcome="leader changed")
+                for entry in digest.timeline[-self._settings.timeline_entries_max :]
+            )
         for replica in digest.dead:
             self._pool.declare_dead(replica)
 

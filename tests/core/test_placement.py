@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from broker.core.placement import SchedulerCore
@@ -773,6 +774,22 @@ def test_the_dead_of_an_earlier_leader_stay_dead() -> None:
     after = bench.digest
     assert (list(after.dead), after.timeline[0], list(after.replicas)) == (list(before.dead), entry, [])
     assert after.sequence > 41
+
+
+def test_a_leader_that_leads_again_tells_its_own_actions_once() -> None:
+    """A lease lost and regained restores our own last digest; of another leader's, what was open is closed."""
+    bench = settled(A)
+    bench.report()
+    bench.demand(a=0.2)
+    ours = bench.digest
+    assert [entry.action for entry in ours.timeline] == ["load"]
+    bench.step(DigestRestored(ours))
+    bench.tick(1.1)
+    assert [entry.action for entry in bench.digest.timeline] == ["load"]
+    theirs = msgspec.structs.replace(ours, sequence=bench.digest.sequence + 1)
+    bench.step(DigestRestored(theirs))
+    bench.tick(1.1)
+    assert [(entry.action, entry.outcome) for entry in bench.digest.timeline] == [("load", "leader changed")]
 
 
 def test_two_names_of_one_model_are_one_model() -> None:
