@@ -43,10 +43,11 @@ from subjects.messages import (
     WorkerEvent,
 )
 from subjects.tasks import Tasks
-from workers.control import ControlStream, Start, ToAgent, agent_stream, control_pair
-from workers.core.agent import (
+from workers.control import ControlStream, agent_stream, control_pair
+from workers.control_messages import Start, ToAgent
+from workers.core.agent import AgentCore
+from workers.core.agent_events import (
     AgentCommand,
-    AgentCore,
     AgentEvent,
     AgentSettings,
     BusRestored,

@@ -21,12 +21,9 @@ import struct
 import threading
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from subjects.codec import decode, encode
 from subjects.errors import DecodeError
-from subjects.messages import ReplicaState
-from workers.engines.base import EngineInfo
+from workers.control_messages import Start, ToAgent, ToReplica
 from workers.spec import ReplicaSpec
 
 FRAME_BYTES_MAX = 1024 * 1024
@@ -37,85 +34,6 @@ EXIT_AGENT_GONE = 70
 """Exit code of a replica whose agent died."""
 
 _LENGTH = struct.Struct(">I")
-
-# -------------------------------------------------------------------------------------------------- agent to replica
-
-
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """The first message to an exec'd replica. The spec may hold credentials: never log it."""
-
-    spec: ReplicaSpec
-
-
-class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
-    """Answer with the same number."""
-
-    number: int
-
-
-class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    """Stop pulling, finish what runs within ``timeout_s``, give the rest back, then answer ``Drained``."""
-
-    timeout_s: float
-
-
-class Concurrency(msgspec.Struct, frozen=True, kw_only=True, tag="concurrency"):
-    """Run at most ``slots`` requests at once; those over it finish."""
-
-    slots: int
-
-
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """Stop the engine and exit with code 0; running requests are given back."""
-
-
-ToReplica = Start | Ping | Drain | Concurrency | Stop
-
-# -------------------------------------------------------------------------------------------------- replica to agent
-
-
-class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
-    """The event loop of the replica runs."""
-
-    number: int
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """A step of the load: ``state`` is FETCHING, LOADING or WARMING; ``progress`` is a share from 0 to 1."""
-
-    state: ReplicaState
-    detail: str = ""
-    progress: float = 0.0
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The warm-up answered sanely and tickets are pulled; only after WARMING was reported."""
-
-    info: EngineInfo
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """What runs now; ``idle_s`` is the time since the last request was held (0 while one is)."""
-
-    running: int
-    waiting: int
-    kv_pages_free: int
-    idle_s: float = 0.0
-
-
-class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
-    """Nothing runs and nothing is pulled; every request was confirmed. ``given_back`` requests did not finish in time."""
-
-    given_back: int = 0
-
-
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The engine failed, in one line a person can act on; the process exits after this."""
-
-    detail: str
-
-
-ToAgent = Pong | Progress | Ready | Load | Drained | Failed
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from profiles.sizes import parse_size
 from subjects.errors import ConfigError
 from subjects.ids import DeviceId
 from subjects.messages import DeviceKind
-from workers.core.agent import Device
+from workers.core.agent_events import Device
 
 CPU_MEMORY_SHARE = 0.5
 """The default budget of a CPU device, of the memory that is available at start: the rest is for the host and page cache."""

@@ -43,8 +43,13 @@ from subjects.messages import (
 )
 from subjects.tasks import Tasks, end_tasks
 from workers.control import (
-    Concurrency,
     ControlStream,
+    exit_with_agent,
+    read_start,
+    replica_stream,
+)
+from workers.control_messages import (
+    Concurrency,
     Drain,
     Drained,
     Failed,
@@ -56,9 +61,6 @@ from workers.control import (
     Start,
     Stop,
     ToReplica,
-    exit_with_agent,
-    read_start,
-    replica_stream,
 )
 from workers.core.replica import ReplicaCore
 from workers.core.replica_events import (

@@ -11,7 +11,9 @@ import time
 
 from subjects.codec import decode
 from subjects.messages import ReplicaState
-from workers.control import (
+from workers.control import exit_with_agent, read_start
+from workers.control import frame as framed
+from workers.control_messages import (
     Drain,
     Drained,
     Failed,
@@ -22,10 +24,7 @@ from workers.control import (
     Stop,
     ToAgent,
     ToReplica,
-    exit_with_agent,
-    read_start,
 )
-from workers.control import frame as framed
 from workers.engines.base import EngineInfo
 
 INFO = EngineInfo(slots=2, kv_pages=8, block_size=16, max_context_len=256, gives_token_ids=True, continues=True)

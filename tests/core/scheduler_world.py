@@ -48,10 +48,20 @@ from subjects.messages import (
     SlaClass,
     UnloadReplica,
 )
-from workers.control import Drain, Drained, Failed, Load, Ping, Pong, Progress, Ready, Stop
-from workers.core.agent import (
+from workers.control_messages import (
+    Drain,
+    Drained,
+    Failed,
+    Load,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Stop,
+)
+from workers.core.agent import AgentCore
+from workers.core.agent_events import (
     AgentCommand,
-    AgentCore,
     AgentEvent,
     AgentSettings,
     CommandReceived,
@@ -67,7 +77,7 @@ from workers.core.agent import (
     SendControl,
     SpawnReplica,
 )
-from workers.core.agent import Ticked as AgentTicked
+from workers.core.agent_events import Ticked as AgentTicked
 from workers.engines.base import EngineInfo
 
 GIB = 2**30

@@ -35,7 +35,7 @@ from subjects.messages import (
     WorkerCommand,
     WorkerSnapshot,
 )
-from workers.control import (
+from workers.control_messages import (
     Concurrency,
     Drain,
     Drained,
@@ -63,8 +63,10 @@ from workers.core.agent import (
     SNAPSHOT_EVERY_S,
     STOP_GRACE_S,
     TRANSITIONS,
-    AgentCommand,
     AgentCore,
+)
+from workers.core.agent_events import (
+    AgentCommand,
     AgentEvent,
     AgentSettings,
     BusRestored,

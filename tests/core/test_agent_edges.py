@@ -7,8 +7,23 @@ import pytest
 from subjects.ids import ReplicaId
 from subjects.messages import ReplicaState
 from tests.core.test_agent import A_BIT, CPU, REFUSED, Harness, died, ended, kill, replies, send
-from workers.control import Drain, Drained, Load, Ping, Pong, Progress, Stop
-from workers.core.agent import AgentCommand, ControlLost, KillReplica, SendControl, ShutdownStarted, Ticked
+from workers.control_messages import (
+    Drain,
+    Drained,
+    Load,
+    Ping,
+    Pong,
+    Progress,
+    Stop,
+)
+from workers.core.agent_events import (
+    AgentCommand,
+    ControlLost,
+    KillReplica,
+    SendControl,
+    ShutdownStarted,
+    Ticked,
+)
 
 LATE_S = 5 / 16
 

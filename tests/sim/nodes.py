@@ -33,10 +33,24 @@ from subjects.messages import (
     WorkerCommand,
 )
 from tests.sim.net import NoAnswer, Node, Pull
-from workers.control import Concurrency, Drain, Drained, Failed, Load, Ping, Pong, Progress, Ready, Start, Stop, ToReplica
-from workers.core import agent as agt
+from workers.control_messages import (
+    Concurrency,
+    Drain,
+    Drained,
+    Failed,
+    Load,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Start,
+    Stop,
+    ToReplica,
+)
+from workers.core import agent_events as agt
 from workers.core import replica_events as rep
 from workers.core import simulated as sim
+from workers.core.agent import AgentCore
 from workers.core.replica import ReplicaCore
 from workers.engines.base import EngineInfo
 
@@ -527,7 +541,7 @@ class AgentNode(Actor):
             agt.Device(device=DeviceId(f"cpu{index}"), kind=DeviceKind.CPU, name="sim", memory_bytes=memory_bytes)
             for index, memory_bytes in enumerate(devices)
         )
-        self.core = agt.AgentCore(
+        self.core = AgentCore(
             agt.AgentSettings(worker=self.worker, host=f"host{host}", devices=found, engines=(EngineType.SIMULATED,))
         )
         self.children: dict[ReplicaId, ReplicaNode] = {}

@@ -41,7 +41,13 @@ from subjects.messages import (
 )
 from subjects.tasks import end_tasks
 from tests.waiting import until
-from workers.control import Load, Start, ToAgent, ToReplica, agent_stream, control_pair
+from workers.control import agent_stream, control_pair
+from workers.control_messages import (
+    Load,
+    Start,
+    ToAgent,
+    ToReplica,
+)
 from workers.spec import ReplicaSpec
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,6 +16,13 @@ from workers import control
 from workers.control import (
     EXIT_AGENT_GONE,
     FRAME_BYTES_MAX,
+    agent_stream,
+    control_pair,
+    frame,
+    read_start,
+    replica_stream,
+)
+from workers.control_messages import (
     Concurrency,
     Drain,
     Drained,
@@ -29,11 +36,6 @@ from workers.control import (
     Stop,
     ToAgent,
     ToReplica,
-    agent_stream,
-    control_pair,
-    frame,
-    read_start,
-    replica_stream,
 )
 from workers.engines.base import EngineInfo
 from workers.spec import ReplicaSpec

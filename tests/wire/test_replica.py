@@ -34,8 +34,8 @@ from subjects.nats_bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.replica_ends import AgentEnd, ScriptedGateway, simulated_record
-from workers.control import (
-    EXIT_AGENT_GONE,
+from workers.control import EXIT_AGENT_GONE
+from workers.control_messages import (
     Concurrency,
     Drain,
     Drained,

@@ -24,14 +24,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import assert_never
 
-from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId, is_token
+from subjects.ids import DeviceId, OperationId, ReplicaId, is_token
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
-    DeviceKind,
     DeviceReport,
     DrainReplica,
-    EngineType,
     EvictKv,
     LoadModel,
     MigrateKv,
@@ -47,10 +45,43 @@ from subjects.messages import (
     UnloadReplica,
     WakeReplica,
     WorkerCommand,
-    WorkerEvent,
     WorkerSnapshot,
 )
-from workers.control import Concurrency, Drain, Drained, Failed, Load, Ping, Pong, Progress, Ready, Stop, ToAgent, ToReplica
+from workers.control_messages import (
+    Concurrency,
+    Drain,
+    Drained,
+    Failed,
+    Load,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Stop,
+    ToAgent,
+)
+from workers.core.agent_events import (
+    AgentCommand,
+    AgentEvent,
+    AgentSettings,
+    BusRestored,
+    CommandReceived,
+    ControlLost,
+    ControlReceived,
+    ExitAgent,
+    KillReplica,
+    MemorySampled,
+    ProcessExited,
+    PublishEvent,
+    PublishSnapshot,
+    ReplicaSpawned,
+    ReplyCommand,
+    SendControl,
+    ShutdownStarted,
+    SpawnFailed,
+    SpawnReplica,
+    Ticked,
+)
 
 PING_EVERY_S = 0.5
 PING_UNANSWERED_S = 2.0
@@ -93,180 +124,6 @@ TRANSITIONS: dict[ReplicaState, tuple[ReplicaState, ...]] = {
 
 _LOAD_STATES = (ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING)
 _SERVING_STATES = (ReplicaState.READY, ReplicaState.DRAINING)
-
-# ------------------------------------------------------------------------------------------------------------- the world
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device that replicas are charged to; ``memory_bytes`` is what the sum of their budgets may reach."""
-
-    device: DeviceId
-    kind: DeviceKind
-    name: str
-    memory_bytes: int
-    uuid: str = ""
-    """As the driver names it; empty on CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """What an agent knows at its start."""
-
-    worker: WorkerId
-    host: str
-    devices: tuple[Device, ...]
-    engines: tuple[EngineType, ...]
-
-
-# ---------------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class CommandReceived:
-    """A command came over the bus; ``token`` finds its reply, ``incarnation`` is freshly drawn for a replica it may make."""
-
-    token: str
-    command: WorkerCommand
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSpawned:
-    """The process of a ``SpawnReplica`` exists."""
-
-    replica: ReplicaId
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
-    """There is no process and there will be none."""
-
-    replica: ReplicaId
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class ControlReceived:
-    """A replica said something."""
-
-    replica: ReplicaId
-    message: ToAgent
-
-
-@dataclass(frozen=True, slots=True)
-class ControlLost:
-    """A replica's end of the control connection closed or sent garbage."""
-
-    replica: ReplicaId
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
-    """A process is gone and reaped. ``code`` is negative for a signal, None when nobody can tell."""
-
-    replica: ReplicaId
-    code: int | None
-    stderr_tail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySampled:
-    """Proportional set sizes of replicas, and used bytes of devices where the driver tells."""
-
-    replicas: tuple[tuple[ReplicaId, int], ...]
-    devices: tuple[tuple[DeviceId, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BusRestored:
-    """The bus was away; what was published meanwhile is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShutdownStarted:
-    """The agent was asked to end; ``drain_s`` bounds the drains."""
-
-    drain_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time passed."""
-
-
-AgentEvent = (
-    CommandReceived
-    | ReplicaSpawned
-    | SpawnFailed
-    | ControlReceived
-    | ControlLost
-    | ProcessExited
-    | MemorySampled
-    | BusRestored
-    | ShutdownStarted
-    | Ticked
-)
-
-# -------------------------------------------------------------------------------------------------------------- commands
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnReplica:
-    """Start a process; exactly one ``ReplicaSpawned`` or ``SpawnFailed`` answers."""
-
-    replica: ReplicaId
-    device: DeviceId
-    record: ModelRecord
-
-
-@dataclass(frozen=True, slots=True)
-class SendControl:
-    """Say something to a replica; it may be dead already."""
-
-    replica: ReplicaId
-    message: ToReplica
-
-
-@dataclass(frozen=True, slots=True)
-class KillReplica:
-    """Send a signal to a replica's process group; ``ProcessExited`` follows."""
-
-    replica: ReplicaId
-    signal: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyCommand:
-    """Answer a command."""
-
-    token: str
-    reply: CommandReply
-
-
-@dataclass(frozen=True, slots=True)
-class PublishEvent:
-    """Tell the scheduler."""
-
-    event: WorkerEvent
-
-
-@dataclass(frozen=True, slots=True)
-class PublishSnapshot:
-    """Tell the whole state; a newer one makes an unsent one worthless."""
-
-    snapshot: WorkerSnapshot
-
-
-@dataclass(frozen=True, slots=True)
-class ExitAgent:
-    """No replica is left; end the process with this code."""
-
-    code: int
-
-
-AgentCommand = SpawnReplica | SendControl | KillReplica | ReplyCommand | PublishEvent | PublishSnapshot | ExitAgent
 
 # ----------------------------------------------------------------------------------------------------------------- state
 
