@@ -8,8 +8,8 @@ Contract of this folder:
   process that runs no torch. What an agent says is loaded is the truth.
 - ``replica.py`` is one process per engine with one model. It pulls and serves requests without its agent's help, and exits
   at once when its agent is gone.
-- ``control_messages.py`` is all that an agent and a replica say to each other, over the socket of ``control.py``; ``spec.py``
-  is what a replica is told at its start.
+- ``control_messages.py`` is all that an agent and a replica say to each other, over the socket of ``control.py``;
+  ``spec.py`` is what a replica is told at its start.
 - ``processes.py`` is what the kernel knows of replicas: groups, exits, last words, PSS, and the sweep of leftovers.
 - ``template.py`` is the process that vLLM replicas are forked from; its death kills nobody. ``forked.py`` is the first thing
   a forked replica does.
