@@ -7,7 +7,7 @@ RUN := $(VENV)/bin
 .PHONY: help setup demo test check bench mutation clean
 
 help:
-	@echo "make demo   two models make room for each other on this machine (real engines)"
+	@echo "make demo   three models make room for each other on this machine (real engines)"
 	@echo "make test   the tests"
 	@echo "make check  format, lint, types, import contracts"
 	@echo "make bench  gateway throughput and latency beside a bare echo server"
