@@ -54,7 +54,7 @@ _FIXED_FIELDS = (
     "best_of",
     "echo",
 )
-"""Each of these depends on what was generated before, or is not the same after a cut (DESIGN 3.7)."""
+"""Each of these depends on what was generated before, or is not the same after a cut (ops/decisions/0004)."""
 _ADAPTER = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 
 

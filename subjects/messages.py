@@ -144,7 +144,7 @@ class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
     task_priority: int = 10
     deadline_unix_s: float
     continuable: bool = False
-    """Whether the tokens already sent may be continued elsewhere (DESIGN 3.7)."""
+    """Whether the tokens already sent may be continued elsewhere (ops/decisions/0004)."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

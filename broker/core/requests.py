@@ -1,4 +1,4 @@
-"""The gateway's side of the request protocol (DESIGN section 3), as a pure core.
+"""The gateway's side of the request protocol (ops/decisions/0004), as a pure core.
 
 The gateway is the only judge of who runs what. Three facts carry everything:
 

@@ -1,4 +1,4 @@
-"""The replica's side of the request protocol (DESIGN section 3), as a pure core.
+"""The replica's side of the request protocol (ops/decisions/0004), as a pure core.
 
 It pulls tickets by capacity (:mod:`workers.core.pulling`), claims each from its gateway, runs what is granted, and keeps
 every token until the gateway has confirmed it. It never decides who runs what: a gateway's silence, ``Cancel`` or not naming
