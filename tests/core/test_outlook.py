@@ -43,6 +43,16 @@ def test_no_worker_for_an_engine_is_told_after_ten_seconds() -> None:
     assert told(bench, "a", after_s=2.0).refusal == none
 
 
+def test_a_scheduler_that_was_paused_does_not_count_the_pause() -> None:
+    """It has not heard anybody while it did not run; that is no evidence that nobody is there (F10)."""
+    bench = settled(A)
+    assert told(bench, "a", after_s=1.0).refusal == ""
+    bench.now_s += 30.0
+    assert told(bench, "a").refusal == ""
+    assert told(bench, "a", after_s=5.0).refusal == ""
+    assert told(bench, "a", after_s=4.0).refusal != ""
+
+
 def test_a_wait_is_the_load_and_what_others_may_take_before() -> None:
     """Nothing but the load with free room or an idle resident, ten seconds more with a busy one."""
     bench = settled(A, B)

@@ -50,6 +50,17 @@ def test_a_lane_whose_pull_is_open_ages_only_while_it_does_not_fit() -> None:
     assert made.plan(0.6 + AGEING_S, free_slots=4, free_pages=700) == []
 
 
+def test_a_lane_that_is_known_to_wait_ages_at_once_however_often_it_was_empty() -> None:
+    """Slower ageing is for guesses: a large request after a quiet minute waited a minute beside small ones (seed 269)."""
+    made = planner()
+    for second in range(8):
+        pulls = made.plan(float(second), free_slots=4, free_pages=1000)
+        give_back(made, second + 0.9, pulls)
+    made.set_pool({}, (SMALL, LARGE))
+    give_back(made, 11.0, made.plan(10.0, free_slots=4, free_pages=700))
+    assert made.plan(10.0 + AGEING_S, free_slots=4, free_pages=700) == []
+
+
 def test_the_same_room_gives_no_new_pulls() -> None:
     """Until something else changed."""
     made = planner(SMALL)

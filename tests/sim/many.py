@@ -41,6 +41,7 @@ def main() -> int:
             occurred.update(events)
             if failure:
                 failures[seed] = failure
+                print(f"seed {seed}: {failure}", file=sys.stderr, flush=True)
             if done % 50 == 0:
                 print(f"{done} of {len(seeds)}, {len(failures)} failed", file=sys.stderr, flush=True)
     rare = sorted(kind for kind in EVENTS if occurred[kind] < SHARE_MIN * len(seeds))

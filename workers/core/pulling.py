@@ -155,7 +155,7 @@ class PullPlanner:
                 queue.blocked_since_s = None
             elif queue.blocked_since_s is None:
                 queue.blocked_since_s = None if fits else now_s
-            elif now_s - queue.blocked_since_s >= queue.ageing_s:
+            elif now_s - queue.blocked_since_s >= (queue.ageing_s if self._waiting is None else AGEING_S):
                 aged_pages = max(aged_pages, queue.ceiling_pages)
         return aged_pages
 
