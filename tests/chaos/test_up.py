@@ -61,10 +61,13 @@ async def _eventually(holds: Callable[[], bool], limit_s: float = 15.0) -> bool:
 
 
 def _gone(pids: list[int]) -> Callable[[], bool]:
-    def check() -> bool:
-        return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    def runs(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
-    return check
+    return lambda: not any(runs(pid) for pid in pids)
 
 
 @pytest.mark.timeout(300)
@@ -134,7 +137,7 @@ async def test_killed_supervisor_leaves_nothing(tmp_path: Path) -> None:
         assert endpoints is not None
         assert len(below) >= 5
         process.kill()
-    assert await _eventually(_gone(below)), [psutil.Process(pid).cmdline() for pid in below if psutil.pid_exists(pid)]
+    assert await _eventually(_gone(below)), below
     assert running_pool(tmp_path / "default") is None
     for url in (endpoints.http_url, endpoints.nats_url, endpoints.redis_url.removesuffix("/0")):
         assert port_is_free("127.0.0.1", int(url.rpartition(":")[2])), url
