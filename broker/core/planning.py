@@ -13,9 +13,6 @@ from broker.core.transactions import Stage, Transactions
 from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, ReplicaState
 
-LOOK_GAP_DIGESTS_MAX = 1.5
-"""Outlooks are made with every digest; a longer gap, in digests, means that the scheduler did not run."""
-
 
 @dataclass(frozen=True, slots=True)
 class Want:
@@ -62,8 +59,7 @@ class Planner:
         self._pool = pool
         self._catalogue = catalogue
         self._transactions = transactions
-        self._no_worker_s: dict[ModelHash, tuple[float, float]] = {}
-        """By model without any worker for its engine: for how long so far, and when we last looked."""
+        self._no_worker_since_s: dict[ModelHash, float] = {}
         self._demand: dict[ModelHash, Demand] = {}
         self._held: dict[DeviceKey, int] = {}
         self._leavers_on: dict[DeviceKey, list[Leaver]] = {}
@@ -360,14 +356,12 @@ class Planner:
         """Why no patience helps: no worker for it, too big for every device, or the room is held by what must stay."""
         known = [device for device in self._pool.devices(usable=False) if _runs(device, record)]
         if not any(device.worker.presence is not Presence.DEAD for device in known):
-            # Only the time in which we looked counts: a scheduler that was paused has not heard that nobody is there.
-            missing_s, looked_s = self._no_worker_s.get(record.model_hash, (0.0, now_s))
-            missing_s += min(now_s - looked_s, LOOK_GAP_DIGESTS_MAX * self._settings.digest_s)
-            self._no_worker_s[record.model_hash] = (missing_s, now_s)
-            if missing_s < self._settings.worker_missing_s:
+            # By the clock of what could be heard: while we are paused or the bus is away, nobody's absence shows.
+            since_s = self._no_worker_since_s.setdefault(record.model_hash, self._pool.heard_s)
+            if self._pool.heard_s - since_s < self._settings.worker_missing_s:
                 return None
             return Outlook(refusal=f"no connected worker runs the engine {record.engine_type.value}", retry_after_s=5)
-        self._no_worker_s.pop(record.model_hash, None)
+        self._no_worker_since_s.pop(record.model_hash, None)
         largest_bytes = max(device.report.memory_bytes for device in known)
         if largest_bytes < record.budget_bytes:
             text = f"needs {describe_need(record).text}, largest device has {bytes_text(largest_bytes)}"

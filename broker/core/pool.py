@@ -183,6 +183,11 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
+    @property
+    def heard_s(self) -> float:
+        """A clock that runs only while our own bus works and we run: the one by which silence is judged."""
+        return self._heard_s
+
     def round_trip(self, now_s: float) -> None:
         """Our own bus works: the time since the last proof counts as heard."""
         if self._round_trip_s is not None:
