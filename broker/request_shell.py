@@ -111,11 +111,6 @@ class RequestShell:
         self.round_trip_s: float | None = None
         """The last measured round trip to the bus, None while it does not answer."""
 
-    @property
-    def unfinished(self) -> int:
-        """Requests that have not ended."""
-        return self._core.unfinished
-
     def take_demand(self) -> tuple[ModelDemand, ...]:
         """Counts for the telemetry since the last call."""
         return self._core.take_demand(time.monotonic())

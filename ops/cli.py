@@ -331,7 +331,11 @@ def make_tiny(name: str, seed: int, directory: Path | None) -> None:
 
 @main.command()
 def schema() -> None:
-    """Print the JSON Schema of ModelService files, for editors."""
+    """Print the JSON Schema of ModelService files, for editors.
+
+    \b
+    carpool schema > model-service.schema.json
+    """
     import json
 
     from profiles.service import json_schema

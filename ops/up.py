@@ -11,7 +11,6 @@ from ops.paths import pool_state
 from ops.supervisor import Pool, PoolOptions, end_start_on_signal, until_signal
 from subjects.messages import ModelRecord
 
-DEFAULT_PORT = 8080
 INTERRUPTED = 130
 """Exit code after a signal that came before the pool was ready."""
 
