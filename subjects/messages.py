@@ -332,11 +332,22 @@ class Sla(msgspec.Struct, frozen=True, kw_only=True):
     max_error_rate: float = 0.05
 
 
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Fitted times of one model on one kind of device, in seconds (PRO-4; the arithmetic is ``profiles.costs``)."""
+
+    prefill_token_s: float
+    prefill_token2_s: float = 0.0
+    step_const_s: float
+    step_request_s: float = 0.0
+    step_context_token_s: float = 0.0
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One model as the registry holds it (PRO-2) and as a load command carries it.
 
     ``weights_bytes``, ``kv_bytes_per_token`` and ``overhead_bytes`` are computed from the files, never declared.
-    ``budget_bytes`` is what a device is charged: weights + KV + overhead. ``source`` is a directory with the model's files,
+    ``budget_bytes`` is what each of the replica's ``gpus`` devices is charged: its share of weights and KV, and the overhead;
+    the other byte counts are of the whole replica. ``source`` is a directory with the model's files,
     or the base URL of an OpenAI-compatible server. ``revision`` counts applies of one name.
     """
 
@@ -386,6 +397,10 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     compute_efficiency: float | None = None
     latency_sensitivity: float | None = None
     engine_options: dict[str, str | int | float | bool] = {}
+    gpus: int = 1
+    """Linked devices that one replica spans (tensor parallel)."""
+    costs: dict[str, StepCosts] = {}
+    """By kind of device (``DeviceReport.device_type``), as measured or fitted; empty while nobody measured."""
 
 
 # ------------------------------------------------------------------------------------------------------------ telemetry
@@ -408,6 +423,15 @@ class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     reserved_bytes: int
     used_bytes: int = 0
+    device_type: str = ""
+    """Key into ``ModelRecord.costs``: a kind such as ``h100-80gb`` or ``cpu``."""
+    link: str = ""
+    """Devices of one worker with the same link group are joined closely enough for one replica to span them."""
+    contiguous_free_bytes: int | None = None
+    """Largest free run where the device needs one (MIG, engines with arenas); None where pages make it irrelevant."""
+    busy_s: float = 0.0
+    """Seconds since the worker's start in which an engine step ran there."""
+    throttled: bool = False
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -429,6 +453,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Proportional set size of the process."""
     failure: str = ""
     progress: float = 0.0
+    peers: tuple[DeviceId, ...] = ()
+    """The other devices that it spans."""
+    kv_bytes: int = 0
+    """KV budget over all its devices."""
+    preemptions: int = 0
+    """Requests preempted since its start."""
+    step_s: float = 0.0
+    """Running mean of the engine's step time."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -461,6 +493,14 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
     ttft_s_sum: float = 0.0
     latency_s_sum: float = 0.0
+    arrived_lengths: tuple[int, int, int] = (0, 0, 0)
+    """Of ``arrived``: those with short, medium and long inputs."""
+    arrived_input_tokens: tuple[int, int, int] = (0, 0, 0)
+    arrived_output_tokens: tuple[int, int, int] = (0, 0, 0)
+    """Expected output tokens of those that arrived, by the same length classes."""
+    waiting_input_tokens: int = 0
+    within_slo: int = 0
+    """Of ``finished``: those that met their model's targets."""
 
 
 class IngressTelemetry(msgspec.Struct, frozen=True, kw_only=True):
@@ -544,6 +584,8 @@ class LoadModel(Command, frozen=True, kw_only=True, tag="load-model"):
     record: ModelRecord
     replica_name: str
     timeout_s: float = 300.0
+    peers: tuple[DeviceId, ...] = ()
+    """The other ``record.gpus - 1`` devices; each is charged ``record.budget_bytes`` too."""
 
 
 class DrainReplica(Command, frozen=True, kw_only=True, tag="drain-replica"):
@@ -588,7 +630,7 @@ class EvictKv(Command, frozen=True, kw_only=True, tag="evict-kv"):
 
 
 class ResizeKv(Command, frozen=True, kw_only=True, tag="resize-kv"):
-    """Give a replica another KV budget."""
+    """Give a replica another KV budget, over all its devices."""
 
     replica: ReplicaId
     kv_bytes: int
