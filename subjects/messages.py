@@ -346,7 +346,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One model as the registry holds it (PRO-2) and as a load command carries it.
 
     ``weights_bytes``, ``kv_bytes_per_token`` and ``overhead_bytes`` are computed from the files, never declared.
-    ``budget_bytes`` is what each of the replica's ``gpus`` devices is charged: its share of weights and KV, and the overhead;
+    ``budget_bytes`` is what each of the replica's ``gpus`` devices is charged: its share of weights and KV, and overhead;
     the other byte counts are of the whole replica. ``source`` is a directory with the model's files,
     or the base URL of an OpenAI-compatible server. ``revision`` counts applies of one name.
     """
