@@ -1,0 +1,52 @@
+"""The models of the fixed workloads: costs of one replica on H100 80 GB, weights and KV.
+
+A prefill of ``L`` tokens takes ``b L + c L**2`` and a decode step of a batch takes ``d + f batch + e context`` (context in
+tokens over the whole batch). The table below is in milliseconds, as measurements are published; :func:`step_costs` turns it
+into the seconds of ``StepCosts``. KV bytes per token are over all GPUs of a replica.
+"""
+
+from __future__ import annotations
+
+from ops.simulator.types import GB, SimModel
+from subjects.messages import SlaClass, StepCosts
+
+
+def step_costs(*, d: float, b: float, c: float, f: float, e: float) -> StepCosts:
+    """Costs from milliseconds: ``b`` per prompt token, ``c`` per prompt token squared, ``d`` per step, ``f`` per request of
+    the batch, ``e`` per token of context in the batch."""
+    return StepCosts(
+        prefill_token_s=b / 1000,
+        prefill_token2_s=c / 1000,
+        step_const_s=d / 1000,
+        step_request_s=f / 1000,
+        step_context_token_s=e / 1000,
+    )
+
+
+_MODELS: dict[str, tuple[StepCosts, float, int, int]] = {
+    # costs in ms, weights in GB, KV bytes per token, GPUs
+    "3.8B": (step_costs(d=6.4, b=0.0108, c=1e-7, f=0.060, e=6.5e-5), 7.6, 131_072, 1),
+    "8B": (step_costs(d=8.8, b=0.0226, c=2e-7, f=0.098, e=6.5e-5), 16.0, 131_072, 1),
+    "14B": (step_costs(d=13.2, b=0.0436, c=1.2e-6, f=0.142, e=9.8e-5), 29.0, 196_608, 1),
+    "32B": (step_costs(d=13.6, b=0.0730, c=0.0, f=0.108, e=6.5e-5), 33.0, 131_072, 1),  # fp8
+    "70B": (step_costs(d=11.0, b=0.0446, c=0.0, f=0.055, e=2.8e-5), 70.0, 163_840, 4),  # fp8, tensor parallel
+}
+
+SIZES = tuple(_MODELS)
+
+
+def sim_model(
+    size: str, name: str | None = None, *, sla_class: SlaClass = SlaClass.SILVER, ttft_s: float = 2.0, tpot_s: float = 0.1
+) -> SimModel:
+    """A model of one of ``SIZES`` under a name of its own."""
+    costs, weights_gb, kv_bytes_per_token, gpus = _MODELS[size]
+    return SimModel(
+        name=name or size,
+        costs=costs,
+        weights_bytes=round(weights_gb * GB),
+        kv_bytes_per_token=kv_bytes_per_token,
+        gpus=gpus,
+        sla_class=sla_class,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+    )
