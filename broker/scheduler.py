@@ -20,6 +20,7 @@ import structlog
 
 from broker.core.placement import SchedulerCore
 from broker.core.scheduler_events import (
+    AppendJournal,
     BeatSeen,
     BusRoundTripMade,
     CommandAnswered,
@@ -202,6 +203,8 @@ class Scheduler:
                 if self.lease.check(time.monotonic()):
                     self._digest = command.digest
                     self._digest_changed.set()
+            case AppendJournal():
+                pass  # Nothing stores it yet.
             case RaiseAlert():
                 if self._alerts.full():
                     self._alerts.get_nowait()

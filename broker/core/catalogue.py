@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from subjects.ids import DeviceId, ModelHash, WorkerId
-from subjects.messages import ModelRecord
+from subjects.messages import Mode, ModelRecord
 
 DeviceKey = tuple[WorkerId, DeviceId]
 
@@ -56,6 +56,10 @@ class Catalogue:
         self._models: dict[ModelHash, Model] = {}
         self._pins: dict[str, bool] = {}
         self._pinned: set[ModelHash] = set()
+        self._locks: dict[str, bool] = {}
+        self._locked: set[ModelHash] = set()
+        self._modes: dict[str, Mode] = {}
+        self._mode_of: dict[ModelHash, Mode] = {}
 
     def load(self, records: Iterable[ModelRecord]) -> None:
         """The whole registry."""
@@ -79,9 +83,14 @@ class Catalogue:
         self.all_co_locate = all(record.allow_co_location for record in self.records.values())
         self._of_hash.clear()
         self._pinned.clear()
+        self._locked.clear()
+        self._mode_of.clear()
         for name in sorted(self.records):
             record = self.records[name]
             self._of_hash.setdefault(record.model_hash, record)
+            self._mode_of.setdefault(record.model_hash, self._modes.get(name, record.mode))
+            if self._locks.get(name, False):
+                self._locked.add(record.model_hash)
             if self._pins.get(name, record.pinned):
                 self._pinned.add(record.model_hash)
 
@@ -93,6 +102,27 @@ class Catalogue:
     def pinned(self, record: ModelRecord) -> bool:
         """Whether a model may not be evicted: one of the names that share it is pinned."""
         return record.model_hash in self._pinned
+
+    def lock(self, name: str, locked: bool) -> None:
+        """A person's word: nothing automatic touches a locked model."""
+        self._locks[name] = locked
+        self._index()
+
+    def locked(self, model_hash: ModelHash) -> bool:
+        """Whether one of the names that share a model is locked."""
+        return model_hash in self._locked
+
+    def set_mode(self, name: str, mode: Mode | None) -> None:
+        """A person's word; it wins over the record's until None takes it back."""
+        if mode is None:
+            self._modes.pop(name, None)
+        else:
+            self._modes[name] = mode
+        self._index()
+
+    def mode(self, model_hash: ModelHash) -> Mode:
+        """How far the scheduler may go with a model; with one that nobody applied it may do all."""
+        return self._mode_of.get(model_hash, Mode.ACT)
 
     def by_name(self) -> list[ModelRecord]:
         """All records in order of name."""

@@ -37,13 +37,18 @@ from broker.core.scheduler_events import (
     CommandAnswered,
     CommandUnanswered,
     DigestRestored,
+    DrainRequested,
     IngressReported,
+    JournalRestored,
     LeadershipGained,
     LeadershipLost,
     ModelApplied,
+    ModelLocked,
     ModelPinned,
     ModelRemoved,
+    ModelUnlocked,
     ModelUnpinned,
+    ModeSet,
     OperationSeen,
     Placement,
     RaiseAlert,
@@ -54,6 +59,8 @@ from broker.core.scheduler_events import (
     SchedulerSettings,
     Ticked,
     UnloadRequested,
+    WorkerClosed,
+    WorkerOpened,
     WorkerReported,
 )
 from broker.core.transactions import Fault, Stage, Transaction, Transactions
@@ -146,6 +153,20 @@ class SchedulerCore:
                 self.catalogue.pin(event.name, False)
             case UnloadRequested():
                 self._unload_requested(now_s, event.name, out)
+            case ModelLocked():
+                self.catalogue.lock(event.name, True)
+            case ModelUnlocked():
+                self.catalogue.lock(event.name, False)
+            case ModeSet():
+                self.catalogue.set_mode(event.name, event.mode)
+            case DrainRequested():
+                self._drain_requested(now_s, event, out)
+            case WorkerClosed():
+                self.pool.close(event.name, True)
+            case WorkerOpened():
+                self.pool.close(event.name, False)
+            case JournalRestored():
+                decide = False
             case DigestRestored():
                 self.digests.restore(event.digest)
             case LeadershipGained():
@@ -252,6 +273,11 @@ class SchedulerCore:
         self.catalogue.model(record.model_hash).held_down = True
         for replica in self._listed(record.model_hash):
             self._retire(now_s, replica, "asked for by a person", forced=False, out=out)
+
+    def _drain_requested(self, now_s: float, event: DrainRequested, out: list[SchedulerCommand]) -> None:
+        replica = self.pool.replicas.get(event.replica)
+        if replica is not None and self.leads:
+            self._retire(now_s, replica, "drained by a person", forced=False, out=out)
 
     # --------------------------------------------------------------------------------------------- what transactions bring
 
@@ -406,7 +432,7 @@ class SchedulerCore:
         idle_unload_s = self.settings.idle_unload_s
         for replica in sorted(self.pool.replicas.values(), key=lambda r: r.replica):
             worker = self.pool.workers[replica.worker]
-            if replica.replica in self.pool.leaving or not worker.usable or replica.report.state is ReplicaState.FAILED:
+            if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is ReplicaState.FAILED:
                 continue
             record = self.catalogue.of_hash(replica.report.model_hash)
             if replica.dead:
@@ -414,6 +440,8 @@ class SchedulerCore:
             elif record is None:
                 forced = replica.report.state is not ReplicaState.READY
                 self._retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
+            elif worker.closed and replica.report.state is ReplicaState.READY:
+                self._retire(now_s, replica, "its worker is drained by a person", forced=False, out=out)
             elif replica.report.state is ReplicaState.DRAINING:
                 self._retire(now_s, replica, "its drain was begun and nobody finishes it", forced=False, out=out)
             elif (

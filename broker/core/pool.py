@@ -40,10 +40,17 @@ class Worker:
     presence: Presence = Presence.LIVE
     snapshot: WorkerSnapshot | None = None
     died_s: float = 0.0
+    closed: bool = False
+    """Drained by a person."""
 
     @property
     def usable(self) -> bool:
         """Whether new work may go there."""
+        return self.reachable and not self.closed
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it takes commands at all."""
         return self.presence is Presence.LIVE and self.snapshot is not None and not self.snapshot.draining
 
 
@@ -161,6 +168,7 @@ class Pool:
         self._round_trip_s: float | None = None
         self._ingresses: dict[IngressId, _Ingress] = {}
         self._ended: dict[ReplicaId, None] = {}
+        self._closed: dict[str, None] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self.replicas: dict[ReplicaId, Replica] = {}
         self._of_model: dict[ModelHash, dict[ReplicaId, None]] = {}
@@ -201,7 +209,7 @@ class Pool:
         self.epoch_seen_max = max(self.epoch_seen_max, epoch_seen)
         known = self.workers.get(worker)
         if known is None:
-            self.workers[worker] = Worker(worker, self._heard_s)
+            self.workers[worker] = Worker(worker, self._heard_s, closed=base_name(worker) in self._closed)
             return True
         known.last_heard = self._heard_s
         if known.presence is Presence.LIVE:
@@ -214,6 +222,18 @@ class Pool:
             worker.presence = presence
             self.news += 1
             self._devices.clear()
+
+    def close(self, name: str, closed: bool) -> None:
+        """A person drains the workers of this name (without incarnation), those to come included, or opens them again."""
+        if closed:
+            self._closed[name] = None
+        else:
+            self._closed.pop(name, None)
+        for worker in self.workers.values():
+            if base_name(worker.worker) == name:
+                worker.closed = closed
+        self.news += 1
+        self._devices.clear()
 
     def _touch(self, worker: WorkerId) -> None:
         self._rooms.pop(worker, None)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
+import msgspec
+
+from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandReply,
     IngressTelemetry,
+    Mode,
     ModelRecord,
     PoolDigest,
+    TimelineEntry,
     WorkerCommand,
     WorkerEvent,
     WorkerSnapshot,
@@ -78,6 +82,74 @@ class SchedulerSettings:
     tick_s: float = 0.1
     timeline_entries_max: int = 200
     dead_replicas_max: int = 1000
+    policy_look_s: float = 0.2
+    """The policy is asked at most this often, and at once when a model without replicas starts to wait."""
+    models_per_device_max: int | None = None
+    """Different models that may share a device (SCH-3). None: the base rules go by room alone, policies by 2."""
+
+
+MODELS_PER_DEVICE = 2
+"""Different models per device unless somebody sets another number (SCH-3)."""
+
+
+# --------------------------------------------------------------------------------------------------------------- journal
+
+
+class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
+    """A transaction was decided: everything that a successor needs to finish it. Times are wall-clock seconds."""
+
+    transaction: str
+    """``<epoch>-<number>``."""
+    kind: str
+    """``place``, ``retire``, ``resize-kv`` or ``set-concurrency``."""
+    at_unix_s: float
+    reason: str
+    worker: WorkerId
+    devices: tuple[DeviceId, ...]
+    """The leading one first."""
+    record: ModelRecord | None = None
+    """What ``place`` loads, with the budget that was decided."""
+    replica_name: str = ""
+    """The newcomer's name without its incarnation."""
+    restores: bool = False
+    replicas: tuple[ReplicaId, ...] = ()
+    """Those that leave, or the one that is changed."""
+    model_hashes: tuple[ModelHash, ...] = ()
+    """Of ``replicas``, in the same order."""
+    forced: bool = False
+    drain_s: float = 0.0
+    kv_bytes: int | None = None
+    slots: int | None = None
+
+
+class StepSent(msgspec.Struct, frozen=True, kw_only=True, tag="step-sent"):
+    """A command of a transaction goes out; sending it again is not told."""
+
+    transaction: str
+    operation: OperationId
+    worker: WorkerId
+    at_unix_s: float
+    command: WorkerCommand
+
+
+class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag="step-ended"):
+    """The end of a step; ``failure`` is empty when it did what it should."""
+
+    transaction: str
+    operation: OperationId
+    at_unix_s: float
+    failure: str = ""
+
+
+class TransactionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """Commit (``failure`` empty) or abort. What an abort leaves to be made good is begun as transactions of its own."""
+
+    transaction: str
+    at_unix_s: float
+    failure: str = ""
+
+
+JournalEntry = TransactionBegan | StepSent | StepEnded | TransactionEnded
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -169,6 +241,60 @@ class UnloadRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelLocked:
+    """A person locked a model: nothing automatic starts, stops or changes a replica of it until it is unlocked."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUnlocked:
+    """A person took a lock away."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModeSet:
+    """A person set how far the scheduler may go with a model; wins over the record. None gives the record its say again."""
+
+    name: str
+    mode: Mode | None
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """A person wants one replica out, locked, pinned or not. ``interrupt`` does not let its requests finish there."""
+
+    replica: ReplicaId
+    interrupt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerClosed:
+    """A person drains a worker (by its name without incarnation): nothing new goes there, and what is there leaves."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOpened:
+    """A closed worker may take work again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRestored:
+    """What earlier leaders left unfinished: the entries of all transactions without an end, oldest first.
+
+    Comes before :class:`LeadershipGained`. The agents' reports are trusted first; what they do not show as done is done.
+    """
+
+    entries: tuple[JournalEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DigestRestored:
     """The last digest of an earlier leader: its dead stay dead, its timeline goes on."""
 
@@ -212,6 +338,13 @@ SchedulerEvent = (
     | ModelPinned
     | ModelUnpinned
     | UnloadRequested
+    | ModelLocked
+    | ModelUnlocked
+    | ModeSet
+    | DrainRequested
+    | WorkerClosed
+    | WorkerOpened
+    | JournalRestored
     | DigestRestored
     | LeadershipGained
     | LeadershipLost
@@ -233,10 +366,27 @@ class SendCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class AppendJournal:
+    """Append to the journal, in this order.
+
+    Comes before the :class:`SendCommand` it tells of; the shell need not wait for the append, since a successor trusts what
+    agents report more than what the journal says.
+    """
+
+    entries: tuple[JournalEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PublishDigest:
-    """Tell everybody the state of the pool."""
+    """Tell everybody the state of the pool: without timeline, which is :attr:`stored` for a successor."""
 
     digest: PoolDigest
+    timeline: tuple[TimelineEntry, ...] = ()
+
+    @property
+    def stored(self) -> PoolDigest:
+        """The copy for the bucket, from which a successor goes on."""
+        return msgspec.structs.replace(self.digest, timeline=self.timeline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +403,7 @@ class Resign:
     reason: str
 
 
-SchedulerCommand = SendCommand | PublishDigest | RaiseAlert | Resign
+SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign
 
 
 # ------------------------------------------------------------------------------------------------------------- decisions
@@ -267,3 +417,10 @@ class Placement:
     device: DeviceId
     victims: tuple[ReplicaId, ...]
     reason: str
+    peers: tuple[DeviceId, ...] = ()
+    """The other devices that it spans."""
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """All that it spans, the leading one first."""
+        return (self.device, *self.peers)
