@@ -701,6 +701,67 @@ class ReplicaDied(msgspec.Struct, frozen=True, kw_only=True, tag="replica-died")
 WorkerEvent = OperationProgressed | OperationEnded | ReplicaDied
 
 
+# -------------------------------------------------------------------------------------------------------------- journal
+
+
+class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
+    """A transaction was decided: everything that a successor needs to finish it. Times are wall-clock seconds."""
+
+    transaction: str
+    """``<epoch>-<number>``."""
+    kind: str
+    """``place``, ``retire``, ``resize-kv`` or ``set-concurrency``."""
+    at_unix_s: float
+    reason: str
+    worker: WorkerId
+    devices: tuple[DeviceId, ...]
+    """The leading one first."""
+    record: ModelRecord | None = None
+    """What ``place`` loads, with the budget that was decided."""
+    replica_name: str = ""
+    """The newcomer's name without its incarnation."""
+    restores: bool = False
+    replicas: tuple[ReplicaId, ...] = ()
+    """Those that leave, or the one that is changed."""
+    model_hashes: tuple[ModelHash, ...] = ()
+    """Of ``replicas``, in the same order."""
+    forced: bool = False
+    drain_s: float = 0.0
+    kv_bytes: int | None = None
+    slots: int | None = None
+
+
+class StepSent(msgspec.Struct, frozen=True, kw_only=True, tag="step-sent"):
+    """A command of a transaction goes out; sending it again is not told."""
+
+    transaction: str
+    operation: OperationId
+    worker: WorkerId
+    at_unix_s: float
+    command: WorkerCommand
+
+
+class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag="step-ended"):
+    """The end of a step; ``failure`` is empty when it did what it should."""
+
+    transaction: str
+    operation: OperationId
+    at_unix_s: float
+    failure: str = ""
+
+
+class TransactionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """Commit (``failure`` empty) or abort. What an abort leaves to be made good is begun as transactions of its own."""
+
+    transaction: str
+    at_unix_s: float
+    failure: str = ""
+
+
+JournalEntry = TransactionBegan | StepSent | StepEnded | TransactionEnded
+"""One message of the journal (``names.JOURNAL``)."""
+
+
 # ------------------------------------------------------------------------------------------------------ control, alerts
 
 

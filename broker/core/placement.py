@@ -36,6 +36,8 @@ from broker.core.scheduler_events import (
     BusRoundTripMade,
     CommandAnswered,
     CommandUnanswered,
+    DeviceLocked,
+    DeviceUnlocked,
     DigestRestored,
     DrainRequested,
     IngressReported,
@@ -53,6 +55,8 @@ from broker.core.scheduler_events import (
     Placement,
     RaiseAlert,
     RegistryLoaded,
+    ReplicaLocked,
+    ReplicaUnlocked,
     Resign,
     SchedulerCommand,
     SchedulerEvent,
@@ -162,9 +166,17 @@ class SchedulerCore:
             case DrainRequested():
                 self._drain_requested(now_s, event, out)
             case WorkerClosed():
-                self.pool.close(event.name, True)
+                self.pool.close(event.name, True, event.device)
             case WorkerOpened():
-                self.pool.close(event.name, False)
+                self.pool.close(event.name, False, event.device)
+            case DeviceLocked():
+                self.pool.lock_device(event.name, event.device, True)
+            case DeviceUnlocked():
+                self.pool.lock_device(event.name, event.device, False)
+            case ReplicaLocked():
+                self.pool.lock_replica(event.replica, True)
+            case ReplicaUnlocked():
+                self.pool.lock_replica(event.replica, False)
             case JournalRestored():
                 decide = False
             case DigestRestored():
@@ -440,7 +452,7 @@ class SchedulerCore:
             elif record is None:
                 forced = replica.report.state is not ReplicaState.READY
                 self._retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
-            elif worker.closed and replica.report.state is ReplicaState.READY:
+            elif self.pool.is_closed(replica.worker, replica.report.device) and replica.report.state is ReplicaState.READY:
                 self._retire(now_s, replica, "its worker is drained by a person", forced=False, out=out)
             elif replica.report.state is ReplicaState.DRAINING:
                 self._retire(now_s, replica, "its drain was begun and nobody finishes it", forced=False, out=out)

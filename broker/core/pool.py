@@ -168,7 +168,9 @@ class Pool:
         self._round_trip_s: float | None = None
         self._ingresses: dict[IngressId, _Ingress] = {}
         self._ended: dict[ReplicaId, None] = {}
-        self._closed: dict[str, None] = {}
+        self._closed: dict[tuple[str, DeviceId | None], None] = {}
+        self._locked_devices: dict[tuple[str, DeviceId], None] = {}
+        self._locked_replicas: dict[ReplicaId, None] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self.replicas: dict[ReplicaId, Replica] = {}
         self._of_model: dict[ModelHash, dict[ReplicaId, None]] = {}
@@ -209,7 +211,7 @@ class Pool:
         self.epoch_seen_max = max(self.epoch_seen_max, epoch_seen)
         known = self.workers.get(worker)
         if known is None:
-            self.workers[worker] = Worker(worker, self._heard_s, closed=base_name(worker) in self._closed)
+            self.workers[worker] = Worker(worker, self._heard_s, closed=(base_name(worker), None) in self._closed)
             return True
         known.last_heard = self._heard_s
         if known.presence is Presence.LIVE:
@@ -223,17 +225,51 @@ class Pool:
             self.news += 1
             self._devices.clear()
 
-    def close(self, name: str, closed: bool) -> None:
-        """A person drains the workers of this name (without incarnation), those to come included, or opens them again."""
+    def close(self, name: str, closed: bool, device: DeviceId | None = None) -> None:
+        """A person drains the workers of this name (without incarnation), those to come included, or one device of them; or
+        opens them again."""
         if closed:
-            self._closed[name] = None
+            self._closed[(name, device)] = None
         else:
-            self._closed.pop(name, None)
+            self._closed.pop((name, device), None)
         for worker in self.workers.values():
-            if base_name(worker.worker) == name:
+            if device is None and base_name(worker.worker) == name:
                 worker.closed = closed
         self.news += 1
         self._devices.clear()
+
+    def lock_device(self, name: str, device: DeviceId, locked: bool) -> None:
+        """A person's word: nothing comes to or goes from this device of the workers of that name by itself."""
+        if locked:
+            self._locked_devices[(name, device)] = None
+        else:
+            self._locked_devices.pop((name, device), None)
+        self.news += 1
+        self._devices.clear()
+
+    def lock_replica(self, replica: ReplicaId, locked: bool) -> None:
+        """A person's word: nothing automatic stops or changes this replica."""
+        if locked:
+            self._locked_replicas[replica] = None
+        else:
+            self._locked_replicas.pop(replica, None)
+        self.news += 1
+
+    def is_closed(self, worker: WorkerId, device: DeviceId) -> bool:
+        """Whether a person drains that device, or its whole worker."""
+        name = base_name(worker)
+        return (name, None) in self._closed or (name, device) in self._closed
+
+    def device_locked(self, worker: WorkerId, device: DeviceId) -> bool:
+        """Whether a person locked that device."""
+        return (base_name(worker), device) in self._locked_devices
+
+    def replica_locked(self, replica: Replica) -> bool:
+        """Whether a person locked a replica, or a device that it is on."""
+        report = replica.report
+        return replica.replica in self._locked_replicas or any(
+            self.device_locked(replica.worker, device) for device in (report.device, *report.peers)
+        )
 
     def _touch(self, worker: WorkerId) -> None:
         self._rooms.pop(worker, None)
@@ -475,6 +511,8 @@ class Pool:
             for worker in self.workers.values()
             if worker.snapshot is not None and (worker.usable or not usable)
             for report in worker.snapshot.devices
+            if not usable
+            or not (self.is_closed(worker.worker, report.device) or self.device_locked(worker.worker, report.device))
         ]
         found.sort(key=lambda device: device.key)
         self._devices[usable] = found

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandReply,
     IngressTelemetry,
+    JournalEntry,
     Mode,
     ModelRecord,
     PoolDigest,
@@ -22,6 +23,10 @@ from subjects.messages import (
     WorkerEvent,
     WorkerSnapshot,
 )
+from subjects.messages import StepEnded as StepEnded
+from subjects.messages import StepSent as StepSent
+from subjects.messages import TransactionBegan as TransactionBegan
+from subjects.messages import TransactionEnded as TransactionEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,66 +95,6 @@ class SchedulerSettings:
 
 MODELS_PER_DEVICE = 2
 """Different models per device unless somebody sets another number (SCH-3)."""
-
-
-# --------------------------------------------------------------------------------------------------------------- journal
-
-
-class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
-    """A transaction was decided: everything that a successor needs to finish it. Times are wall-clock seconds."""
-
-    transaction: str
-    """``<epoch>-<number>``."""
-    kind: str
-    """``place``, ``retire``, ``resize-kv`` or ``set-concurrency``."""
-    at_unix_s: float
-    reason: str
-    worker: WorkerId
-    devices: tuple[DeviceId, ...]
-    """The leading one first."""
-    record: ModelRecord | None = None
-    """What ``place`` loads, with the budget that was decided."""
-    replica_name: str = ""
-    """The newcomer's name without its incarnation."""
-    restores: bool = False
-    replicas: tuple[ReplicaId, ...] = ()
-    """Those that leave, or the one that is changed."""
-    model_hashes: tuple[ModelHash, ...] = ()
-    """Of ``replicas``, in the same order."""
-    forced: bool = False
-    drain_s: float = 0.0
-    kv_bytes: int | None = None
-    slots: int | None = None
-
-
-class StepSent(msgspec.Struct, frozen=True, kw_only=True, tag="step-sent"):
-    """A command of a transaction goes out; sending it again is not told."""
-
-    transaction: str
-    operation: OperationId
-    worker: WorkerId
-    at_unix_s: float
-    command: WorkerCommand
-
-
-class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag="step-ended"):
-    """The end of a step; ``failure`` is empty when it did what it should."""
-
-    transaction: str
-    operation: OperationId
-    at_unix_s: float
-    failure: str = ""
-
-
-class TransactionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """Commit (``failure`` empty) or abort. What an abort leaves to be made good is begun as transactions of its own."""
-
-    transaction: str
-    at_unix_s: float
-    failure: str = ""
-
-
-JournalEntry = TransactionBegan | StepSent | StepEnded | TransactionEnded
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -268,20 +213,57 @@ class DrainRequested:
 
     replica: ReplicaId
     interrupt: bool = False
+    bound_s: float | None = None
+    """How long its requests may take to finish; None takes ``drain_s``."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerClosed:
-    """A person drains a worker (by its name without incarnation): nothing new goes there, and what is there leaves."""
+    """A person drains a worker (by its name without incarnation), or one device of it: nothing new goes there, and what is
+    there leaves, locked, pinned or not."""
 
     name: str
+    device: DeviceId | None = None
+    bound_s: float | None = None
+    """How long the requests there may take to finish; None takes ``drain_s``."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOpened:
-    """A closed worker may take work again."""
+    """A closed worker or device may take work again."""
 
     name: str
+    device: DeviceId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLocked:
+    """A person locked a device (of workers of that name, without incarnation): nothing comes or goes there by itself."""
+
+    name: str
+    device: DeviceId
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUnlocked:
+    """A person took that lock away."""
+
+    name: str
+    device: DeviceId
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLocked:
+    """A person locked a replica: nothing automatic stops or changes it."""
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUnlocked:
+    """A person took that lock away."""
+
+    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +326,10 @@ SchedulerEvent = (
     | DrainRequested
     | WorkerClosed
     | WorkerOpened
+    | DeviceLocked
+    | DeviceUnlocked
+    | ReplicaLocked
+    | ReplicaUnlocked
     | JournalRestored
     | DigestRestored
     | LeadershipGained

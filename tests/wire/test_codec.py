@@ -32,7 +32,16 @@ from tests.wire import golden
 KINDS = golden.kinds()
 FROZEN = golden.load()
 UNIONS: list[Any] = [messages.ClaimReply, messages.Back, messages.WorkerCommand, messages.WorkerEvent]
-WITH_FREE_FORM_MAPS = ("Alert", "InferRequest", "LoadModel", "ModelRecord", "PoolDigest", "PoolModel")
+WITH_FREE_FORM_MAPS = (
+    "Alert",
+    "InferRequest",
+    "LoadModel",
+    "ModelRecord",
+    "PoolDigest",
+    "PoolModel",
+    "StepSent",
+    "TransactionBegan",
+)
 TICKET_BYTES_MAX = 1024
 
 
