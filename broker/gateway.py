@@ -29,6 +29,7 @@ from broker.core.admission import (
     pool_refusal,
     rank_models,
     unknown_model,
+    yields_at_s,
 )
 from broker.core.request_events import (
     Cancelled,
@@ -406,6 +407,7 @@ class Gateway:
                 wait_until_s=live.wait_until_s,
                 deadline_s=live.deadline_s,
                 cache_salt=tenant_salt(live.ask.tenant).hex(),
+                yields_at_s=yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
             )
         )
         if self._admission.waiting(live.view.record.model_hash, live.profile.sla_class) == 1:

@@ -6,10 +6,12 @@ Pure. Refusals are typed values with everything that a client is told. Two kinds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from profiles.costs import prefill_s
 from subjects.ids import ModelHash, RequestId, Tenant
 from subjects.messages import ModelRecord, PoolModel, SlaClass
 
@@ -122,6 +124,18 @@ def no_model_fits(wish: Wish) -> Refused:
     tier = f" of quality tier {wish.quality_tier_min} or more" if wish.quality_tier_min else ""
     message = f"No model{wanted}{tier} whose context fits this request is available."
     return Refused(404, message, "invalid_request_error", "no_model_fits", "model")
+
+
+def yields_at_s(record: ModelRecord, input_tokens: int, arrived_s: float) -> float:
+    """When a request that still waits can no longer meet its model's target for the first token (ops/decisions/0009).
+
+    From then on it waits behind those that can. Never where no costs of the model are known: the target may then be one that
+    this pool cannot meet at all, and order of arrival is the fairest there is.
+    """
+    if not record.costs:
+        return math.inf
+    fastest_s = min(prefill_s(costs, input_tokens) + costs.step_const_s for costs in record.costs.values())
+    return arrived_s + max(0.0, record.sla.ttft_p95_ms / 1000 - fastest_s)
 
 
 @dataclass(slots=True)

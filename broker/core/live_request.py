@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
+import msgspec
+
 from broker.core.request_events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S
 from subjects.bus import Stored
 from subjects.ids import ReplicaId, RequestId
-from subjects.messages import Delta, Grant, RequestProfile
+from subjects.messages import Delta, Grant, RequestProfile, SlaClass
 
 GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 """A token id takes up to five bytes on the wire."""
@@ -50,7 +52,7 @@ PUBL. -> PUBL.    our bus reconnected: a new publication of the same attempt
 PUBL. -> STORED   the work-queue acknowledged this very publication
 PUBL. -> UNST.    it did not (yet)
 UNST. -> PUBL.    the pause is over, or our bus reconnected
-STORED -> PUBL.   our bus reconnected, or the stream is another one or gone
+STORED -> PUBL.   our bus reconnected, the stream is another one or gone, or it yields: it cannot meet its target now
 waiting -> RUN.   a claim of the current attempt: the holder is noted, then answered
 RUN. -> PUBL.     the holder is lost or its engine sick: a new attempt, if nothing was sent or it can be continued
 RUN. -> UNST.     its engine was busy: a new attempt after a pause
@@ -89,6 +91,8 @@ class LiveRequest:
     wait_bound_s: float
     wait_until_s: float
     deadline_s: float
+    yields_at_s: float = inf
+    """When it can no longer meet its first-token target, and from then on waits behind those that can."""
     state: State | None = None
     attempt: int = 1
     publication: int = 0
@@ -104,15 +108,30 @@ class LiveRequest:
     ids_complete: bool = True
     sent_in_attempt: bool = False
     first_sent_s: float | None = None
+    queued_as: RequestProfile = field(init=False)
+    """Its profile as it waits: in the batch class once it has yielded."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(max(1, self.profile.n))]
+        self.queued_as = self.profile
+
+    @property
+    def has_yielded(self) -> bool:
+        """Whether it waits behind those that can still meet their target."""
+        return self.queued_as is not self.profile
+
+    def yields(self) -> None:
+        """Waits in the batch class from its next publication on."""
+        self.yields_at_s = inf
+        if self.profile.sla_class is not SlaClass.BATCH:
+            self.queued_as = msgspec.structs.replace(self.profile, sla_class=SlaClass.BATCH)
 
     def due_s(self) -> float:
         """When something has to be done about it, whatever else happens."""
         if self.state is State.RUNNING:
             return self.deadline_s
-        return min(self.retry_s, self.wait_until_s, self.deadline_s)
+        yields_at_s = self.yields_at_s if self.state is State.STORED else inf
+        return min(self.retry_s, self.wait_until_s, self.deadline_s, yields_at_s)
 
     def next_indexes(self) -> tuple[int, ...]:
         """The next unit wanted of each choice."""

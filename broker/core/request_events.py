@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from subjects.bus import Stored
 from subjects.ids import ModelKey, ReplicaId, RequestId
@@ -74,7 +75,8 @@ Outcome = Finished | Failed | Cancelled
 class RequestSubmitted:
     """An admitted request. ``wait_until_s`` bounds the wait for a grant, ``deadline_s`` everything.
 
-    ``body`` is the client's JSON. ``offer_to`` names a replica worth asking first (it holds the prefix).
+    ``body`` is the client's JSON. ``offer_to`` names a replica worth asking first (it holds the prefix). After
+    ``yields_at_s`` it can no longer meet its first-token target, and waits behind those that can (ops/decisions/0009).
     """
 
     request: RequestId
@@ -85,6 +87,7 @@ class RequestSubmitted:
     prompt_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     offer_to: ReplicaId | None = None
+    yields_at_s: float = inf
 
 
 @dataclass(frozen=True, slots=True)

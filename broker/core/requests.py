@@ -210,6 +210,8 @@ class RequestCore:
                 self._publish(now_s, live, out)
             elif live.state is State.UNSTORED:
                 self._send_ticket(now_s, live, out)
+            elif live.state is State.STORED:
+                self._yield(now_s, live, out)
         if now_s >= self._held_due_s:
             self._send_held(now_s, out)
         if now_s >= self._shutdown_s:
@@ -233,6 +235,7 @@ class RequestCore:
             wait_bound_s=event.wait_until_s - now_s,
             wait_until_s=event.wait_until_s,
             deadline_s=event.deadline_s,
+            yields_at_s=event.yields_at_s,
             waits_since_s=now_s,
         )
         self._live[event.request] = live
@@ -262,13 +265,25 @@ class RequestCore:
         ttl_s = max(1, ceil(min(live.wait_until_s, live.deadline_s) - now_s))
         out.append(PublishTicket(self._ticket(live), message_id, ttl_s))
 
+    def _yield(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+        """Those who can still meet their target go first. A replica that pulled the old ticket may claim it all the same."""
+        assert live.stored is not None
+        self._demand.stopped_waiting(live.queued_as, live.request)
+        live.yields()
+        self._demand.waits(live.queued_as, live.request, live.waits_since_s)
+        if live.has_yielded:
+            out.append(DeleteTicket(live.stored))
+            self._publish(now_s, live, out)
+        else:
+            self._agenda.set(live.request, live.due_s())
+
     def _ticket(self, live: LiveRequest) -> Ticket:
         return Ticket(
             request=live.request,
             attempt=live.attempt,
             publication=live.publication,
             ingress=self._ingress,
-            profile=live.profile,
+            profile=live.queued_as,
         )
 
     def _ticket_stored(self, now_s: float, event: TicketStored, out: list[RequestCommand]) -> None:
@@ -563,9 +578,9 @@ class RequestCore:
         if state is State.STORED:
             self._stored.setdefault(key, {})[live.request] = None
         if waits and not was_waiting:
-            self._demand.waits(live.profile, live.request, now_s)
+            self._demand.waits(live.queued_as, live.request, now_s)
         elif was_waiting and not waits:
-            self._demand.stopped_waiting(live.profile, live.request)
+            self._demand.stopped_waiting(live.queued_as, live.request)
         if (state is State.RUNNING) != (live.state is State.RUNNING):
             self._demand.runs(live.profile, 1 if state is State.RUNNING else -1)
         live.state = state
