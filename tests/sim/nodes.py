@@ -29,6 +29,7 @@ from subjects.messages import (
     OfferReply,
     PoolDigest,
     ReplicaState,
+    SlaClass,
     Ticket,
     WorkerCommand,
 )
@@ -160,6 +161,8 @@ class GatewayNode(Actor):
 
     def _publish(self, command: req.PublishTicket) -> None:
         net, ticket, profile = self.world.net, command.ticket, command.ticket.profile
+        if ticket.publication > 1 and profile.sla_class is SlaClass.BATCH:
+            self.world.happened("yielded")
         about = (ticket.request, ticket.attempt, ticket.publication)
         subject = names.tickets(model_key(profile.model_hash), profile.sla_class, profile.lane, shards=1)
         reasons = {

@@ -31,6 +31,7 @@ EVENTS = (
     "client-left-waiting",
     "client-left-while-waking",
     "offered",
+    "yielded",
     "granted-in-parts",
     "pressure",
     "restarted",

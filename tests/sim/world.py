@@ -47,6 +47,7 @@ BLOCK = 32
 KV_PAGES = 600
 CONTEXT = KV_PAGES * BLOCK
 UNIT_BYTES = 1000
+YIELDING_SHARE = 0.3
 LONG_BODY_SHARE = 0.01
 EXCUSES = (
     "load-failed",
@@ -420,9 +421,15 @@ class World:
             wait_until_s=now_s + WAIT_S,
             deadline_s=now_s + DEADLINE_S,
             offer_to=offer_to,
+            yields_at_s=self._yields_at_s(now_s, request),
         )
         gateway.run(lambda: gateway.feed(event))
         return client
+
+    def _yields_at_s(self, now_s: float, request: RequestId) -> float:
+        """Some requests have a target. A draw of its own, so that the seeds' faults stay what they were."""
+        draw = random.Random(f"{self.seed}/{request}")
+        return now_s + draw.uniform(0.1, 3.0) if draw.random() < YIELDING_SHARE else math.inf
 
     def leave(self, client: Client) -> None:
         """The client closes its connection."""
