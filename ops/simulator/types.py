@@ -36,6 +36,8 @@ class SimModel:
     ttft_s: float = 2.0
     tpot_s: float = 0.1
     min_replicas: int = 0
+    slots: int = SLOTS_MAX
+    """Requests that one replica runs at once."""
 
     @property
     def model_hash(self) -> ModelHash:
@@ -64,7 +66,7 @@ class SimModel:
             budget_bytes=-(-(self.weights_bytes + kv_bytes) // self.gpus),
             block_size=BLOCK_TOKENS,
             max_context_len=CONTEXT_TOKENS_MAX,
-            max_num_seqs=SLOTS_MAX,
+            max_num_seqs=self.slots,
             min_replicas=self.min_replicas,
             max_replicas=1024,
             gpus=self.gpus,

@@ -1,0 +1,84 @@
+"""What ``carpool simulate`` is asked to do, as plain values that cross a process boundary and can be checked at once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from subjects.errors import ConfigError
+
+SUITES = ("headline", "full")
+HEADLINE_WORKLOADS = ("five-lines", "busy-few", "long-tail", "burst")
+WARM_SWEEP_S = (0.3, 3.0, 30.0, 120.0)
+GPUS_MAX = 10_000
+LOAD_MAX = 1_000.0
+SECONDS_MAX = 86_400.0
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A workload and what was changed in it. Processes get this and build the workload themselves."""
+
+    workload: str
+    suite: str = "headline"
+    """``headline`` takes windows of the day-long workloads, ``full`` whole days."""
+    load: float = 1.0
+    """Times the workload's own rate: copies of its requests with their arrivals moved (below 1: a random part of them)."""
+    gpus: int = 0
+    """Another size of pool; 0 is the workload's own."""
+    warm_s: float | None = None
+    cold_s: float | None = None
+    trace: str = ""
+    """File of a recording; then ``workload`` is only its label."""
+    minutes: float = 0.0
+    """Only this much of each window (to try something); 0 is all of it."""
+
+    @property
+    def label(self) -> str:
+        """Key of its rows: the workload's name, and what differs from the workload as it is fixed."""
+        changed = [
+            *([f"load={self.load:g}"] if self.load != 1.0 else []),
+            *([f"gpus={self.gpus}"] if self.gpus else []),
+            *([f"warm={self.warm_s:g}s"] if self.warm_s is not None else []),
+            *([f"cold={self.cold_s:g}s"] if self.cold_s is not None else []),
+            *([f"minutes={self.minutes:g}"] if self.minutes else []),
+        ]
+        return self.workload + (f"@{','.join(changed)}" if changed else "")
+
+
+def check(case: Case) -> Case:
+    """``case`` itself.
+
+    Raises:
+        ConfigError: a value that no simulation can have; names the flag and what to give instead.
+    """
+    if case.suite not in SUITES:
+        raise ConfigError(f"--suite {case.suite}: no such suite; use one of {', '.join(SUITES)}")
+    if not (math.isfinite(case.load) and 0 < case.load <= LOAD_MAX):
+        raise ConfigError(f"--load {case.load:g}: give a factor above 0 and up to {LOAD_MAX:g}, such as 1.2")
+    if not 0 <= case.gpus <= GPUS_MAX:
+        raise ConfigError(f"--gpus {case.gpus}: give 1 to {GPUS_MAX}, or leave it out for the workload's own pool")
+    for flag, value in (("--warm-s", case.warm_s), ("--cold-s", case.cold_s)):
+        if value is not None and not (math.isfinite(value) and 0 < value <= SECONDS_MAX):
+            raise ConfigError(f"{flag} {value:g}: give seconds above 0 and up to {SECONDS_MAX:g}, such as 3")
+    if not (math.isfinite(case.minutes) and case.minutes >= 0):
+        raise ConfigError(f"--minutes {case.minutes:g}: give minutes above 0, such as 10")
+    if case.warm_s is not None and case.cold_s is not None and case.warm_s > case.cold_s:
+        raise ConfigError(
+            f"--warm-s {case.warm_s:g}: a warm load cannot take longer than a cold one (--cold-s {case.cold_s:g})"
+        )
+    if case.trace and not Path(case.trace).is_file():
+        raise ConfigError(f"--trace {case.trace}: no such file")
+    return case
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulation: a case, a policy, one of the case's windows, a seed."""
+
+    case: Case
+    policy: str
+    window: int
+    seed: int
+    plots: bool = False
+    """Also keep the samples that the page is drawn from."""
