@@ -3,8 +3,7 @@
 A key that disappears from the bucket can mean two things: somebody deleted the model, or the server lost its store. They
 must not be confused, or a lost store would unload every model. So a deletion first leaves a ``deleted.<name>`` key in the
 locks bucket, with the last revision; without that key a disappearance is a loss, and the record is written again. A record
-of a lower revision than ours is a loss too (revisions of a name only grow): the store was restored from an older copy. Pins
-live in the same bucket as ``pin.<name>``.
+of a lower revision than ours is a loss too (revisions of a name only grow): the store was restored from an older copy.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from subjects.names import LOCKS_BUCKET, MODELS_BUCKET
 from subjects.tasks import Tasks
 
 RETRY_S = 0.5
-_PINNED, _UNPINNED = b"pinned", b"unpinned"
 
 log = structlog.get_logger(__name__)
 
 
 class RegistrySync:
-    """Follows both buckets, keeps the mirror, and writes what the control verbs ask for."""
+    """Follows the bucket, keeps the mirror, and writes what the control verbs ask for."""
 
     def __init__(
         self,
@@ -42,7 +40,6 @@ class RegistrySync:
         on_loaded: Callable[[tuple[ModelRecord, ...]], None],
         on_applied: Callable[[ModelRecord], None],
         on_removed: Callable[[str], None],
-        on_pinned: Callable[[str, bool], None],
     ) -> None:
         self._bus = bus
         self._registry = registry
@@ -50,13 +47,11 @@ class RegistrySync:
         self._on_loaded = on_loaded
         self._on_applied = on_applied
         self._on_removed = on_removed
-        self._on_pinned = on_pinned
         self._watches: list[Subscription] = []
         self._tasks = Tasks(lambda error: log.error("a task of the registry failed", error=place_of(error)))
         self._writing = asyncio.Lock()
         """One verb at a time: each reads what is stored before it writes."""
         self.records: dict[str, ModelRecord] = {}
-        self.pins: dict[str, bool] = {}
 
     async def start(self) -> None:
         """Reads the whole registry, restoring it from the mirror if the bucket is empty, then follows it. Waits for the
@@ -65,7 +60,6 @@ class RegistrySync:
             try:
                 await self._load()
                 self._watches.append(await self._bus.kv_watch(MODELS_BUCKET, self._model_changed))
-                self._watches.append(await self._bus.kv_watch(LOCKS_BUCKET, self._lock_changed))
                 return
             except BusError as error:
                 log.debug("the registry cannot be read yet", reason=str(error))
@@ -98,8 +92,6 @@ class RegistrySync:
                         MODELS_BUCKET, record.name, encode(record), expected_revision=revisions.get(record.name, 0)
                     )
                 records[record.name] = record
-        for entry in locks:
-            self._lock_changed(entry.key, entry)
         self.records = records
         await asyncio.to_thread(self._mirror_all, list(records.values()), mirrored)
         self._on_loaded(tuple(records.values()))
@@ -172,24 +164,6 @@ class RegistrySync:
         except ConfigError as error:
             _not_mirrored(error)
 
-    def _lock_changed(self, key: str, entry: KvEntry | None) -> None:
-        kind, _, name = key.partition(".")
-        if kind != "pin":
-            return
-        if entry is None:
-            # Pins are set and changed, never removed: the store was lost.
-            if self._leads() and name in self.pins:
-                self._tasks.spawn(self._put_pin(name, self.pins[name]))
-            return
-        pinned = entry.value == _PINNED
-        if self.pins.get(name) is not pinned:
-            self.pins[name] = pinned
-            self._on_pinned(name, pinned)
-
-    async def _put_pin(self, name: str, pinned: bool) -> None:
-        with suppress(BusError):
-            await self._bus.kv_put(LOCKS_BUCKET, f"pin.{name}", _PINNED if pinned else _UNPINNED)
-
     # ----------------------------------------------------------------------------------------------------------- writing
 
     async def apply(self, record: ModelRecord) -> ModelRecord:
@@ -224,17 +198,6 @@ class RegistrySync:
             await self._bus.kv_put(LOCKS_BUCKET, _deleted_key(name), str(last).encode())
             await self._bus.kv_delete(MODELS_BUCKET, name)
             await self._forget(name)
-
-    async def pin(self, name: str, pinned: bool) -> None:
-        """A person's word on a model's eviction.
-
-        Raises:
-            BusError: nothing is stored.
-        """
-        async with self._writing:
-            await self._bus.kv_put(LOCKS_BUCKET, f"pin.{name}", _PINNED if pinned else _UNPINNED)
-            self.pins[name] = pinned
-            self._on_pinned(name, pinned)
 
 
 def _deleted_key(name: str) -> str:

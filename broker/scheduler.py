@@ -18,6 +18,7 @@ from typing import TypeVar, assert_never
 
 import structlog
 
+from broker.core.overrides import changes
 from broker.core.placement import SchedulerCore
 from broker.core.scheduler_events import (
     AppendJournal,
@@ -30,9 +31,7 @@ from broker.core.scheduler_events import (
     LeadershipGained,
     LeadershipLost,
     ModelApplied,
-    ModelPinned,
     ModelRemoved,
-    ModelUnpinned,
     OperationSeen,
     PublishDigest,
     RaiseAlert,
@@ -47,6 +46,8 @@ from broker.core.scheduler_events import (
     WorkerReported,
 )
 from broker.lease import LeaseKeeper
+from broker.overrides_sync import OverridesSync
+from broker.people import People
 from broker.registry_sync import RegistrySync
 from broker.scheduler_control import Control
 from profiles.registry import Registry
@@ -61,6 +62,7 @@ from subjects.messages import (
     ControlReply,
     ControlRequest,
     IngressTelemetry,
+    Overrides,
     PoolDigest,
     WorkerBeat,
     WorkerEvent,
@@ -117,11 +119,13 @@ class Scheduler:
             on_loaded=lambda records: self._step(RegistryLoaded(records)),
             on_applied=lambda record: self._step(ModelApplied(record)),
             on_removed=lambda name: self._step(ModelRemoved(name)),
-            on_pinned=lambda name, pinned: self._step(ModelPinned(name) if pinned else ModelUnpinned(name)),
         )
+        self.overrides = OverridesSync(bus, registry, leads=lambda: self.lease.holds, on_changed=self._overrides_changed)
+        people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
         self.control = Control(
             self.core,
             self.registry,
+            people,
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),
@@ -158,6 +162,7 @@ class Scheduler:
         await self._loops.end()
         await self.lease.release()
         await self.registry.stop()
+        await self.overrides.stop()
         for subscription in self._subscriptions:
             with contextlib.suppress(BusError):
                 await subscription.stop()
@@ -170,8 +175,13 @@ class Scheduler:
             self.broken.set_result(None)
 
     async def _lead(self) -> None:
+        await self.overrides.start()  # Before the registry, since with that decisions may begin.
         await self.registry.start()
         await self.lease.run()
+
+    def _overrides_changed(self, before: Overrides, after: Overrides) -> None:
+        for event in changes(before, after):
+            self._step(event)
 
     def _gained(self, epoch: int) -> None:
         self._tasks.spawn(self._take_over(epoch))

@@ -14,6 +14,7 @@ from broker.core.describe import model_state
 from broker.core.placement import SchedulerCore
 from broker.core.planning import Outlook
 from broker.core.pool import Demand, Presence
+from broker.people import People
 from broker.registry_sync import RegistrySync
 from subjects.errors import BusError, ConfigError
 from subjects.messages import ControlReply, ControlRequest, ModelRecord
@@ -28,6 +29,7 @@ class Control:
         self,
         core: SchedulerCore,
         registry: RegistrySync,
+        people: People,
         *,
         now_s: Callable[[], float],
         unix_offset_s: Callable[[], float],
@@ -35,16 +37,16 @@ class Control:
     ) -> None:
         self._core = core
         self._registry = registry
+        self._people = people
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
         self._unload = unload
         self._verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {
             "apply": self._apply,
             "get": self._get,
-            "pin": self._pin,
-            "unpin": self._unpin,
             "unload": self._unload_model,
             "delete": self._delete,
+            **people.verbs,
         }
 
     async def answer(self, verb: str, payload: ControlRequest) -> ControlReply:
@@ -80,35 +82,17 @@ class Control:
                 row["note"] = f"{row['note']}; {lacks}" if row["note"] else lacks
         return rows
 
-    async def _pin(self, argument: Row) -> Row:
-        return await self._set_pin(argument, pinned=True)
-
-    async def _unpin(self, argument: Row) -> Row:
-        return await self._set_pin(argument, pinned=False)
-
-    async def _set_pin(self, argument: Row, *, pinned: bool) -> Row:
-        record = self._known(argument)
-        await self._registry.pin(record.name, pinned)
-        return {"name": record.name, "pinned": pinned}
-
     async def _unload_model(self, argument: Row) -> Row:
-        record = self._known(argument)
+        record = self._people.model(argument)
         replicas = [r for r in self._core.pool.replicas_for(record.model_hash) if not r.dead]
         self._unload(record.name)
         return {"name": record.name, "replicas": len(replicas)}
 
     async def _delete(self, argument: Row) -> Row:
-        record = self._known(argument)
+        record = self._people.model(argument)
         await self._registry.delete(record.name)
+        await self._people.forget_model(record.name)
         return {"name": record.name, "deleted": True}
-
-    def _known(self, argument: Row) -> ModelRecord:
-        name = argument.get("model")
-        record = self._registry.records.get(name) if isinstance(name, str) else None
-        if record is None:
-            known = ", ".join(sorted(self._registry.records)) or "none"
-            raise ConfigError(f"model: {name!r} is not applied; known models: {known}")
-        return record
 
     async def _get(self, argument: Row) -> list[Row]:
         views = {
@@ -117,6 +101,7 @@ class Control:
             "devices": self._devices,
             "queues": self._queues,
             "timeline": self._timeline,
+            "locks": self._people.rows,
         }
         what = argument.get("what")
         if what not in views:

@@ -1,4 +1,4 @@
-"""The registry of models in SQLite (PRO-2): the scheduler's own copy of the ``carpool-models`` bucket.
+"""The registry in SQLite (PRO-2): the scheduler's own copy of the ``carpool-models`` bucket, and of people's locks.
 
 The columns are for people and reports; the truth is the MessagePack record beside them. Every ``put`` and ``delete`` is on
 disk when it returns, so a kill at any moment leaves either the state before or the state after.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from subjects.codec import decode, encode
 from subjects.errors import ConfigError, DecodeError
 from subjects.ids import ModelHash
-from subjects.messages import ModelRecord
+from subjects.messages import ModelRecord, Overrides
 
 SCHEMA_VERSION = 1
 _BUSY_TIMEOUT_S = 5.0
@@ -37,6 +38,11 @@ CREATE TABLE IF NOT EXISTS models (
     record           BLOB NOT NULL
 ) STRICT;
 CREATE INDEX IF NOT EXISTS models_by_hash ON models (model_hash);
+CREATE TABLE IF NOT EXISTS overrides (
+    one       INTEGER PRIMARY KEY CHECK (one = 1),
+    revision  INTEGER NOT NULL,
+    entries   BLOB NOT NULL
+) STRICT;
 """
 
 
@@ -125,6 +131,18 @@ class Registry:
     def list(self) -> list[ModelRecord]:
         """All records by name. One that a newer version wrote and this one cannot read is left out."""
         return list(self._records(""))
+
+    def put_overrides(self, overrides: Overrides) -> None:
+        """Keeps people's locks, drains, pins and modes, in place of earlier ones."""
+        row = (overrides.revision, encode(overrides))
+        self._execute("INSERT OR REPLACE INTO overrides VALUES (1, ?, ?)", row)
+
+    def overrides(self) -> Overrides:
+        """The last ones kept; none in revision 0 when there are none, or when this version cannot read them."""
+        for (data,) in self._execute("SELECT entries FROM overrides", ()):
+            with suppress(DecodeError):
+                return decode(data, Overrides)
+        return Overrides()
 
     def close(self) -> None:
         """Closes the file; calling again does nothing."""

@@ -762,6 +762,47 @@ JournalEntry = TransactionBegan | StepSent | StepEnded | TransactionEnded
 """One message of the journal (``names.JOURNAL``)."""
 
 
+# ------------------------------------------------------------------------------------------------------- people's words
+
+
+class OverrideKind(Enum):
+    """What a person has said about a model (by name), a replica, a worker (by name) or ``<worker name>/<device>``."""
+
+    PIN = "pin"
+    """A model's replicas are kept from eviction, or not, whatever its record says."""
+    MODE = "mode"
+    """How far the scheduler may go with a model, whatever its record says."""
+    MODEL_LOCK = "model-lock"
+    """Nothing automatic starts, stops or changes a replica of it."""
+    DEVICE_LOCK = "device-lock"
+    """Nothing comes or goes there by itself."""
+    REPLICA_LOCK = "replica-lock"
+    """Nothing automatic stops or changes it."""
+    WORKER_DRAIN = "worker-drain"
+    """Nothing new goes there, and what is there leaves."""
+    DEVICE_DRAIN = "device-drain"
+    """The same for one device."""
+
+
+class Override(msgspec.Struct, frozen=True, kw_only=True):
+    """One word of a person that wins over automatic decisions (SCH-11)."""
+
+    kind: OverrideKind
+    about: str
+    value: str = ""
+    """``pinned`` or ``unpinned``, or a mode."""
+    bound_s: float | None = None
+    """Of a drain: how long running requests may take to finish."""
+    at_unix_s: float = 0.0
+
+
+class Overrides(msgspec.Struct, frozen=True, kw_only=True):
+    """All of them, in order of kind and name (bucket ``carpool-locks``). The revision grows with every change."""
+
+    revision: int = 0
+    entries: tuple[Override, ...] = ()
+
+
 # ------------------------------------------------------------------------------------------------------ control, alerts
 
 
