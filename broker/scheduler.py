@@ -28,6 +28,7 @@ from broker.core.scheduler_events import (
     CommandUnanswered,
     DigestRestored,
     IngressReported,
+    JournalRestored,
     LeadershipGained,
     LeadershipLost,
     ModelApplied,
@@ -45,6 +46,7 @@ from broker.core.scheduler_events import (
     UnloadRequested,
     WorkerReported,
 )
+from broker.journal_keeper import JournalKeeper
 from broker.lease import LeaseKeeper
 from broker.overrides_sync import OverridesSync
 from broker.people import People
@@ -64,6 +66,7 @@ from subjects.messages import (
     IngressTelemetry,
     Overrides,
     PoolDigest,
+    Severity,
     WorkerBeat,
     WorkerEvent,
     WorkerSnapshot,
@@ -112,6 +115,13 @@ class Scheduler:
             on_gained=self._gained,
             on_lost=lambda _reason: self._step(LeadershipLost()),
         )
+        self.journal = JournalKeeper(
+            bus,
+            self.scheduler,
+            leads=lambda: self.lease.holds,
+            on_deposed=self.lease.give_up,
+            on_trouble=self._journal_troubled,
+        )
         self.registry = RegistrySync(
             bus,
             registry,
@@ -132,7 +142,7 @@ class Scheduler:
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""
-        self._digest: PoolDigest | None = None
+        self._digest: PublishDigest | None = None
         self._digest_changed = asyncio.Event()
         self._digest_stored_s = 0.0
         self._alerts: asyncio.Queue[Alert] = asyncio.Queue(ALERTS_QUEUED_MAX)
@@ -155,11 +165,21 @@ class Scheduler:
         ]
         for subject, handler in handlers:
             self._subscriptions.append(await self._bus.subscribe(subject, handler))
-        self._loops.spawn(self._tick(), self._prove_the_bus(), self._lead(), self._publish_digests(), self._publish_alerts())
+        self._loops.spawn(
+            self._tick(),
+            self._prove_the_bus(),
+            self._lead(),
+            self._publish_digests(),
+            self._publish_alerts(),
+            self.journal.run(),
+            self.journal.follow(),
+        )
 
     async def stop(self) -> None:
         """Gives the lease back and ends; commands under way are left to the agents and the next leader."""
         await self._loops.end()
+        with contextlib.suppress(BusError, TimeoutError):
+            await asyncio.wait_for(self.journal.flush(), ROUND_TRIP_S_MAX)
         await self.lease.release()
         await self.registry.stop()
         await self.overrides.stop()
@@ -187,7 +207,12 @@ class Scheduler:
         self._tasks.spawn(self._take_over(epoch))
 
     async def _take_over(self, epoch: int) -> None:
-        """Goes on from the last digest, so that its dead stay dead, then leads."""
+        """Goes on from the last digest, so that its dead stay dead, and with what the journal shows unfinished."""
+        try:
+            async with asyncio.timeout(ROUND_TRIP_S_MAX):
+                await self.journal.catch_up()
+        except (BusError, TimeoutError) as error:
+            self._journal_troubled(f"it cannot be read: {str(error) or 'no answer'}")
         try:
             async with asyncio.timeout(ROUND_TRIP_S_MAX):
                 entry = await self._bus.kv_get(names.POOL_BUCKET, DIGEST_KEY)
@@ -196,7 +221,21 @@ class Scheduler:
         except (BusError, TimeoutError, DecodeError) as error:
             log.warning("the last digest cannot be read", reason=str(error) or type(error).__name__)
         if self.lease.check(time.monotonic()) and self.lease.epoch == epoch:
+            self._step(JournalRestored(self.journal.known.unfinished()))
             self._step(LeadershipGained(epoch))
+
+    def _journal_troubled(self, reason: str) -> None:
+        """Decisions go on: a successor trusts the agents' reports first."""
+        self._raise(
+            Alert(
+                at_unix_s=time.time(),
+                severity=Severity.WARNING,
+                kind="journal-lost",
+                scope="pool",
+                text=f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less",
+                remedy="carpool doctor",
+            )
+        )
 
     # -------------------------------------------------------------------------------------------------------------- core
 
@@ -211,18 +250,22 @@ class Scheduler:
                     self._tasks.spawn(self._send(command))
             case PublishDigest():
                 if self.lease.check(time.monotonic()):
-                    self._digest = command.digest
+                    self._digest = command
                     self._digest_changed.set()
             case AppendJournal():
-                pass  # Nothing stores it yet.
+                if self.lease.check(time.monotonic()):
+                    self.journal.append(self.lease.epoch, command.entries)
             case RaiseAlert():
-                if self._alerts.full():
-                    self._alerts.get_nowait()
-                self._alerts.put_nowait(command.alert)
+                self._raise(command.alert)
             case Resign():
                 self.lease.give_up(command.reason)
             case _:
                 assert_never(command)
+
+    def _raise(self, alert: Alert) -> None:
+        if self._alerts.full():
+            self._alerts.get_nowait()
+        self._alerts.put_nowait(alert)
 
     async def _tick(self) -> None:
         while True:
@@ -306,13 +349,13 @@ class Scheduler:
             digest = self._digest
             if digest is None:
                 continue
-            payload = encode(digest)
+            payload = encode(digest.digest)
             with contextlib.suppress(BusError):
                 await self._bus.publish(names.POOL, payload)
                 now_s = time.monotonic()
                 if now_s - self._digest_stored_s >= DIGEST_STORED_EVERY_S:
                     self._digest_stored_s = now_s
-                    self._tasks.spawn(self._store_digest(payload))
+                    self._tasks.spawn(self._store_digest(encode(digest.stored)))
 
     async def _store_digest(self, payload: bytes) -> None:
         with contextlib.suppress(BusError):

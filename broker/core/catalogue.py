@@ -52,6 +52,8 @@ class Catalogue:
         """Grows with every change."""
         self.all_co_locate = True
         """Whether no model wants a device for itself."""
+        self.all_act = True
+        """Whether the scheduler may act by itself for every model."""
         self._of_hash: dict[ModelHash, ModelRecord] = {}
         self._models: dict[ModelHash, Model] = {}
         self._pins: dict[str, bool] = {}
@@ -93,6 +95,7 @@ class Catalogue:
                 self._locked.add(record.model_hash)
             if self._pins.get(name, record.pinned):
                 self._pinned.add(record.model_hash)
+        self.all_act = all(mode is Mode.ACT for mode in self._mode_of.values())
 
     def pin(self, name: str, pinned: bool) -> None:
         """A person's word; it wins over the record's."""

@@ -36,6 +36,7 @@ class DigestBuilder:
         self._timeline: dict[int, TimelineEntry] = {}
         self._restored: tuple[TimelineEntry, ...] = ()
         self._published_s: float | None = None
+        self._weights: dict[ReplicaId, float] = {}
         self.latest: PoolDigest | None = None
 
     def restore(self, digest: PoolDigest) -> None:
@@ -51,14 +52,36 @@ class DigestBuilder:
         for replica in digest.dead:
             self._pool.declare_dead(replica)
 
+    def weigh(self, weights: dict[ReplicaId, float]) -> bool:
+        """Takes routing weights that changed; True when one is news."""
+        changed = False
+        for replica, weight in weights.items():
+            if weight >= 0.0 and replica in self._pool.replicas and self._weights.get(replica, 1.0) != weight:
+                self._weights[replica] = weight
+                changed = True
+        self.notes += changed
+        return changed
+
+    def weight(self, replica: ReplicaId) -> float:
+        """The routing weight of a replica; 1.0 is neutral."""
+        return self._weights.get(replica, 1.0)
+
     def note(
-        self, now_s: float, action: str, model: str, reason: str, *, replica: ReplicaId | None = None, device: str = ""
+        self,
+        now_s: float,
+        action: str,
+        model: str,
+        reason: str,
+        *,
+        replica: ReplicaId | None = None,
+        device: str = "",
+        outcome: str = "",
     ) -> int:
         """Adds an action to the timeline and returns its number for :meth:`close`."""
         self.notes += 1
         self._numbers += 1
         self._timeline[self._numbers] = TimelineEntry(
-            at_unix_s=now_s, action=action, model=model, replica=replica, device=device, reason=reason
+            at_unix_s=now_s, action=action, model=model, replica=replica, device=device, reason=reason, outcome=outcome
         )
         while len(self._timeline) > self._settings.timeline_entries_max:
             del self._timeline[next(iter(self._timeline))]
@@ -88,6 +111,7 @@ class DigestBuilder:
         self, now_s: float, epoch: int, unix_offset_s: float, outlooks: dict[str, tuple[ModelRecord, Outlook]]
     ) -> PublishDigest:
         """The digest of this moment."""
+        self._weights = {replica: w for replica, w in self._weights.items() if replica in self._pool.replicas}
         replicas = tuple(
             PoolReplica(
                 replica=replica.replica,
@@ -96,6 +120,7 @@ class DigestBuilder:
                 device=replica.report.device,
                 state=self._state(replica.replica, replica.report.state),
                 suspect=self._pool.workers[replica.worker].presence is Presence.SUSPECT,
+                weight=self._weights.get(replica.replica, 1.0),
             )
             for replica in sorted(self._pool.replicas.values(), key=lambda r: r.replica)
             if not replica.dead
@@ -121,9 +146,8 @@ class DigestBuilder:
             replicas=replicas,
             models=models,
             dead=tuple(self._pool.dead),
-            timeline=self.timeline(unix_offset_s),
         )
-        return PublishDigest(self.latest)
+        return PublishDigest(self.latest, self.timeline(unix_offset_s))
 
     def _state(self, replica: ReplicaId, state: ReplicaState) -> ReplicaState:
         leaves = replica in self._pool.leaving and state is ReplicaState.READY

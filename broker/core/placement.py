@@ -26,12 +26,15 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
+from broker.core.actions import Actions
 from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.describe import seconds_text
 from broker.core.digest import DigestBuilder
 from broker.core.planning import Outlook, Planner, Want
+from broker.core.policy import Policy
 from broker.core.pool import Changes, Pool, Presence, Replica
 from broker.core.scheduler_events import (
+    AppendJournal,
     BeatSeen,
     BusRoundTripMade,
     CommandAnswered,
@@ -52,7 +55,6 @@ from broker.core.scheduler_events import (
     ModelUnpinned,
     ModeSet,
     OperationSeen,
-    Placement,
     RaiseAlert,
     RegistryLoaded,
     ReplicaLocked,
@@ -67,11 +69,14 @@ from broker.core.scheduler_events import (
     WorkerOpened,
     WorkerReported,
 )
-from broker.core.transactions import Fault, Stage, Transaction, Transactions
+from broker.core.transaction import Fault, Stage, Transaction
+from broker.core.transactions import Transactions
+from broker.core.view import ViewBuilder
 from subjects.ids import ModelHash
 from subjects.messages import (
     Alert,
     CommandOutcome,
+    Mode,
     ModelRecord,
     OperationEnded,
     OperationProgressed,
@@ -94,13 +99,18 @@ LOAD_SMOOTHING = 0.5
 class SchedulerCore:
     """Pure: events in, commands out. One instance per scheduler process, leader or standby."""
 
-    def __init__(self, settings: SchedulerSettings | None = None) -> None:
+    def __init__(self, settings: SchedulerSettings | None = None, policy: Policy | None = None) -> None:
         self.settings = settings or SchedulerSettings()
         self.pool = Pool(self.settings)
         self.transactions = Transactions(self.settings, self.pool)
         self.catalogue = Catalogue()
         self.planner = Planner(self.settings, self.pool, self.catalogue, self.transactions)
         self.digests = DigestBuilder(self.settings, self.pool)
+        self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
+        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
+        self.policy = policy
+        self.notes: dict[ModelHash, str] = {}
+        """Per model the policy's last word on why it has what it has."""
         self.epoch: int | None = None
         """Ours while we lead."""
         self.next_wake_s = 0.0
@@ -110,7 +120,9 @@ class SchedulerCore:
         self._restores: list[Want] = []
         self._told: tuple[int, int, int, int] | None = None
         self._alerted: dict[tuple[str, str], float] = {}
-        self._entry_of: dict[tuple[int, str], int] = {}
+        self._looked_s = -math.inf
+        self._next_look_s = math.inf
+        self._look_now = False
 
     @property
     def epoch_seen_max(self) -> int:
@@ -136,7 +148,7 @@ class SchedulerCore:
                 self._reported(now_s, changes, out)
                 decide = changes.any
             case IngressReported():
-                decide = self.pool.ingress(now_s, event.telemetry)
+                decide = self._ingress(now_s, event)
             case CommandAnswered():
                 self._answered(now_s, event, out)
                 decide = event.reply.outcome is CommandOutcome.REFUSED
@@ -187,6 +199,7 @@ class SchedulerCore:
                 self._restores.clear()
                 self._leads_since_s = now_s
                 self._listening = True
+                self.pool.take_flow()
             case LeadershipLost():
                 self.epoch = None
                 self.transactions.lead(0)
@@ -194,7 +207,7 @@ class SchedulerCore:
                 self.pool.round_trip(now_s)
                 decide = False
             case Ticked():
-                self._unix_offset_s = event.unix_s - now_s
+                self._unix_offset_s = self.transactions.unix_offset_s = event.unix_s - now_s
                 self._tick(now_s, out)
             case _:
                 assert_never(event)
@@ -203,10 +216,21 @@ class SchedulerCore:
             if self._may_decide(now_s):
                 self._decide(now_s, out)
             self._publish(now_s, out)
+        journal = self.transactions.take_journal()
+        if journal:
+            out.insert(0, AppendJournal(journal))
         return out
+
+    def _ingress(self, now_s: float, event: IngressReported) -> bool:
+        starts = self.pool.ingress(now_s, event.telemetry)
+        if self.policy is not None and any(self.planner.replicas_count(model_hash) == 0 for model_hash in starts):
+            self._look_now = True
+        return bool(starts)
 
     def _tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
         self.next_wake_s = now_s + self.settings.tick_s
+        if self._next_look_s > now_s:
+            self.next_wake_s = min(self.next_wake_s, self._next_look_s)
         for worker in self.pool.judge(now_s):
             self.transactions.worker_died(now_s, worker)
             lost = [replica.replica for replica in self.pool.replicas_of(worker.worker)]
@@ -284,12 +308,13 @@ class SchedulerCore:
             return
         self.catalogue.model(record.model_hash).held_down = True
         for replica in self._listed(record.model_hash):
-            self._retire(now_s, replica, "asked for by a person", forced=False, out=out)
+            self.actions.retire(now_s, replica, "asked for by a person", out=out)
 
     def _drain_requested(self, now_s: float, event: DrainRequested, out: list[SchedulerCommand]) -> None:
         replica = self.pool.replicas.get(event.replica)
         if replica is not None and self.leads:
-            self._retire(now_s, replica, "drained by a person", forced=False, out=out)
+            drain_s = 0.0 if event.interrupt else event.bound_s
+            self.actions.retire(now_s, replica, "drained by a person", drain_s=drain_s, out=out)
 
     # --------------------------------------------------------------------------------------------- what transactions bring
 
@@ -301,15 +326,20 @@ class SchedulerCore:
     def _settle_one(self, now_s: float, transaction: Transaction, out: list[SchedulerCommand]) -> None:
         for victim in transaction.victims.values():
             outcome = "" if victim.gone else transaction.failure or "given up"
-            entry = self._entry_of.pop((transaction.number, victim.replica), None)
             end_s = victim.gone_s if victim.gone else now_s
-            self.digests.close(entry, outcome or ("forced" if victim.forced else "done"), end_s - victim.begun_s)
+            outcome = outcome or ("forced" if victim.forced else "done")
+            self.actions.ended(transaction, victim.replica, outcome, end_s - victim.begun_s)
             if victim.forced and victim.gone:
                 self.pool.declare_dead(victim.replica)
         if transaction.overran:
             text = f"replicas did not drain in {self.settings.drain_s:g} s and were ended: {transaction.reason}"
             self._alert(now_s, Severity.WARNING, "drain-overrun", transaction.worker, text, {}, "carpool get replicas", out)
         record = transaction.record
+        if transaction.change is not None:
+            outcome = f"failed: {transaction.failure}" if transaction.stage is Stage.ABORTED else "done"
+            took_s = transaction.took_s or now_s - transaction.begun_s
+            self.actions.ended(transaction, "change", outcome, took_s, replica=transaction.change.replica)
+            return
         if record is None:
             if transaction.stage is Stage.ABORTED and transaction.fault is Fault.PLACE:
                 text = transaction.failure
@@ -318,17 +348,17 @@ class SchedulerCore:
                 )
             return
         model = self.catalogue.model(record.model_hash)
-        entry = self._entry_of.pop((transaction.number, "load"), None)
         took_s = transaction.took_s or now_s - transaction.begun_s
         if transaction.stage is Stage.DONE:
-            self.digests.close(entry, "done", took_s, replica=transaction.replica)
+            self.actions.ended(transaction, "load", "done", took_s, replica=transaction.replica)
             model.failures = model.excuses = 0
             model.failure = ""
             model.failed_on = None
             known_s = model.load_s if model.load_s is not None else took_s
             model.load_s = known_s + LOAD_SMOOTHING * (took_s - known_s)
             return
-        self.digests.close(entry, f"failed: {transaction.failure}", now_s - transaction.begun_s, replica=transaction.replica)
+        outcome = f"failed: {transaction.failure}"
+        self.actions.ended(transaction, "load", outcome, now_s - transaction.begun_s, replica=transaction.replica)
         match transaction.fault:
             case Fault.MODEL:
                 self._load_failed(now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device))
@@ -387,46 +417,53 @@ class SchedulerCore:
                 model.held_down = False
         self._drop_unwanted(now_s)
         self._retire_what_must_go(now_s, out)
+        if self.policy is not None and self._policy_is_due(now_s):
+            self._ask(now_s, self.policy, out)
+        self._place_what_waits(now_s, out)
+        self.transactions.start(now_s, out)
+        self._settle(now_s, out)
+
+    def _policy_is_due(self, now_s: float) -> bool:
+        # Half a millisecond: a tick of 100 ms may come a hair early by the clock, and must not wait for the one after.
+        since_s = now_s - self._looked_s + 0.0005
+        return self._look_now or now_s >= self._next_look_s or since_s >= self.settings.policy_look_s
+
+    def _ask(self, now_s: float, policy: Policy, out: list[SchedulerCommand]) -> None:
+        self._looked_s = now_s
+        self._look_now = False
+        decision = policy.decide(now_s, self.views.build(now_s))
+        next_look_s = decision.next_look_s if decision.next_look_s is not None else math.inf
+        self._next_look_s = max(next_look_s, now_s + self.settings.policy_look_s)
+        self.notes.update(decision.notes)
+        self.digests.weigh(decision.weights)
+        self.actions.carry_out(now_s, decision.actions, out)
+
+    def _place_what_waits(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """The base rules: all models when there is no policy, or one that leaves this to them; else those that it may not
+        act for."""
         restores, self._restores = self._restores, []
+        policy = self.policy
+        if policy is not None and not policy.wakes_cold_models and self.catalogue.all_act:
+            return
         claimed: set[DeviceKey] = set()
         searches = 0
         for want in self.planner.wants(restores):
             model = self.catalogue.model(want.record.model_hash)
-            if model.retry_s > now_s:
+            if model.retry_s > now_s or self.catalogue.locked(want.record.model_hash):
+                continue
+            its_own = policy is not None and self.catalogue.mode(want.record.model_hash) is Mode.ACT
+            if its_own and policy is not None and (want.grows or not policy.wakes_cold_models):
                 continue
             placement = self.planner.in_free_room(want, claimed)
             if placement is None and want.evicts and searches < EVICTION_SEARCHES_MAX:
                 searches += bool(self.planner.candidates(want.record))
                 placement = self.planner.by_eviction(now_s, want, claimed)
             if placement is not None:
-                self._begin(now_s, placement, want, out)
+                self.actions.place(now_s, placement, want.record, restores=want.restores, out=out)
             elif want.waits and want.evicts and not model.failures and want.wait_s >= self.settings.minority_wait_s_max:
                 claim = self.planner.claim(want, claimed)
                 if claim is not None:
                     claimed.add(claim)
-        self.transactions.start_loads(now_s, out)
-        self._settle(now_s, out)
-
-    def _begin(self, now_s: float, placement: Placement, want: Want, out: list[SchedulerCommand]) -> None:
-        leaving = [self.pool.replicas[victim] for victim in placement.victims]
-        transaction = self.transactions.place(now_s, placement, want.record, restores=want.restores, out=out)
-        where = f"{placement.worker}/{placement.device}"
-        for replica in leaving:
-            name = self.catalogue.name(replica.report.model_hash)
-            reason = f"{self.planner.usage(now_s, replica)}; makes room for {want.record.name}"
-            number = self.digests.note(now_s, "evict", name, reason, replica=replica.replica, device=where)
-            self._entry_of[(transaction.number, replica.replica)] = number
-        number = self.digests.note(now_s, "load", want.record.name, placement.reason, device=where)
-        self._entry_of[(transaction.number, "load")] = number
-
-    def _retire(self, now_s: float, replica: Replica, reason: str, *, forced: bool, out: list[SchedulerCommand]) -> None:
-        if replica.replica in self.pool.leaving:
-            return
-        transaction = self.transactions.retire(now_s, replica, reason, forced=forced, out=out)
-        where = f"{replica.worker}/{replica.report.device}"
-        name = self.catalogue.name(replica.report.model_hash)
-        number = self.digests.note(now_s, "unload", name, reason, replica=replica.replica, device=where)
-        self._entry_of[(transaction.number, replica.replica)] = number
 
     def _drop_unwanted(self, now_s: float) -> None:
         """A newcomer that still waits for its device, and for which nobody waits any more, is not loaded."""
@@ -435,7 +472,12 @@ class SchedulerCore:
             if record is None or transaction.stage is not Stage.WAITING:
                 continue
             gone = self.catalogue.of_hash(record.model_hash) is None
-            wanted = self.planner.demand(record.model_hash).any or record.min_replicas or transaction.restores
+            wanted = (
+                transaction.by_policy
+                or self.planner.demand(record.model_hash).any
+                or record.min_replicas
+                or transaction.restores
+            )
             if gone or not wanted:
                 self.transactions.abandon(now_s, transaction)
 
@@ -448,14 +490,14 @@ class SchedulerCore:
                 continue
             record = self.catalogue.of_hash(replica.report.model_hash)
             if replica.dead:
-                self._retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
+                self.actions.retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
             elif record is None:
                 forced = replica.report.state is not ReplicaState.READY
-                self._retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
+                self.actions.retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
             elif self.pool.is_closed(replica.worker, replica.report.device) and replica.report.state is ReplicaState.READY:
-                self._retire(now_s, replica, "its worker is drained by a person", forced=False, out=out)
+                self.actions.retire(now_s, replica, "its worker is drained by a person", out=out)
             elif replica.report.state is ReplicaState.DRAINING:
-                self._retire(now_s, replica, "its drain was begun and nobody finishes it", forced=False, out=out)
+                self.actions.retire(now_s, replica, "its drain was begun and nobody finishes it", out=out)
             elif (
                 idle_unload_s is not None
                 and replica.report.state is ReplicaState.READY
@@ -463,7 +505,7 @@ class SchedulerCore:
                 and (idle_s := self.planner.idle_s(now_s, replica)) >= idle_unload_s
                 and not self.planner.stays(replica)
             ):
-                self._retire(now_s, replica, f"idle for {seconds_text(idle_s)}", forced=False, out=out)
+                self.actions.retire(now_s, replica, f"idle for {seconds_text(idle_s)}", out=out)
 
     def _listed(self, model_hash: ModelHash) -> list[Replica]:
         found = [r for r in self.pool.replicas.values() if r.report.model_hash == model_hash and not r.dead]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from broker.core.catalogue import Catalogue, DeviceKey, Model
@@ -25,6 +26,8 @@ class Want:
     """Whether somebody may leave for it; else it takes free room only."""
     waits: bool = True
     """Whether requests wait for it, as opposed to a minimum to be kept."""
+    grows: bool = False
+    """Whether it would stand beside replicas that serve."""
     restores: bool = False
     device: DeviceKey | None = None
     """Where it came from, for one that is restored."""
@@ -102,7 +105,7 @@ class Planner:
                 and self._pool.coming_replicas(record.model_hash) == 0
                 and demand.oldest_wait_s >= self._settings.scale_out_wait_s
             ):
-                want = Want(record, demand.oldest_wait_s, f"{waits} beside {count} ready", evicts=False)
+                want = Want(record, demand.oldest_wait_s, f"{waits} beside {count} ready", evicts=False, grows=True)
                 found.append((3, -demand.oldest_wait_s, record.name, want))
         found.sort(key=lambda entry: entry[:3])
         return [want for *_, want in found]
@@ -232,6 +235,33 @@ class Planner:
             if device.report.memory_bytes >= record.budget_bytes and _runs(device, record)
         ]
 
+    def cannot_span(self, record: ModelRecord, devices: Sequence[Device]) -> str:
+        """Why a replica cannot have exactly these devices, their room aside; empty when it can."""
+        first = devices[0] if devices else None
+        if first is None or len({device.key for device in devices}) != record.gpus or len(devices) != record.gpus:
+            return f"{record.name} spans {record.gpus} devices, not these {len(devices)}"
+        if any(device.worker is not first.worker for device in devices):
+            return "a replica cannot span workers"
+        if len(devices) > 1 and (not first.report.link or any(d.report.link != first.report.link for d in devices)):
+            return "the devices are not linked with each other"
+        if not _runs(first, record):
+            return f"{first.worker.worker} does not run the engine {record.engine_type.value}"
+        if not all(self._pool.usable(device) for device in devices):
+            return "a device takes no new work"
+        return ""
+
+    def block_bytes(self, device: Device, leavers: Sequence[Replica]) -> int:
+        """The largest block of a device that one replica can surely get once ``leavers`` have left it too."""
+        room = self._pool.room(device)
+        freed = [leaver.report.budget_bytes for leaver in leavers]
+        free_bytes = room.free_planned_bytes + sum(freed)
+        if device.report.contiguous_free_bytes is None:
+            return free_bytes
+        gone = sum(replica.replica in self._pool.leaving for replica in room.replicas) + len(leavers)
+        if gone == len(room.replicas) and not room.promised:
+            return free_bytes
+        return min(free_bytes, max([room.largest_free_bytes, *freed]))
+
     def _strangers(self, device: Device, record: ModelRecord) -> set[ModelHash]:
         """Models there that cannot live beside ``record``, since one of the two wants its device for itself."""
         if self._catalogue.all_co_locate:
@@ -239,7 +269,11 @@ class Planner:
         there = {r.report.model_hash for r in self._pool.room(device).replicas if r.replica not in self._pool.leaving}
         there.update(reservation.model_hash for reservation in self._pool.room(device).promised)
         there.discard(record.model_hash)
-        return {model for model in there if not (record.allow_co_location and self._co_locates(model))}
+        return {model for model in there if not self.co_locates(record, (model,))}
+
+    def co_locates(self, record: ModelRecord, others: Iterable[ModelHash]) -> bool:
+        """Whether a model and all of ``others`` may share a device."""
+        return record.allow_co_location and all(self._co_locates(other) for other in others)
 
     def _co_locates(self, model_hash: ModelHash) -> bool:
         record = self._catalogue.of_hash(model_hash)
@@ -257,9 +291,15 @@ class Planner:
         return len(self._pool.open_replicas(model_hash)) - (record.min_replicas if record is not None else 0)
 
     def stays(self, replica: Replica) -> bool:
-        """Whether a ready replica may not be evicted by anybody: pinned, or needed for its model's minimum."""
+        """Whether a ready replica may not be evicted by anybody: pinned, locked, or needed for its model's minimum."""
         record = self._catalogue.of_hash(replica.report.model_hash)
-        return record is not None and (self._catalogue.pinned(record) or self._spare(record.model_hash) <= 0)
+        return (record is not None and self.all_stay(record)) or self._pool.replica_locked(replica)
+
+    def all_stay(self, record: ModelRecord) -> bool:
+        """Whether no replica of a model may be evicted now."""
+        if self._catalogue.pinned(record) or self._catalogue.locked(record.model_hash):
+            return True
+        return record.min_replicas > 0 and self._spare(record.model_hash) <= 0
 
     def _held_bytes(self, device: Device) -> int:
         """What pinned models and minimum replicas keep of a device whatever anybody wants, those on their way included.
@@ -280,7 +320,9 @@ class Planner:
         record = self._catalogue.of_hash(model_hash)
         if record is None:
             return False
-        return self._catalogue.pinned(record) or 0 < self.replicas_count(model_hash) <= record.min_replicas
+        if self._catalogue.pinned(record) or self._catalogue.locked(model_hash):
+            return True
+        return 0 < self.replicas_count(model_hash) <= record.min_replicas
 
     def busy(self, now_s: float, replica: Replica) -> bool:
         """Whether a replica's model has demand, and this replica a part in it.

@@ -17,7 +17,16 @@ import msgspec
 
 from broker.core.scheduler_events import SchedulerSettings
 from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId, base_name
-from subjects.messages import DeviceReport, IngressTelemetry, Lane, ReplicaReport, ReplicaState, SlaClass, WorkerSnapshot
+from subjects.messages import (
+    DeviceReport,
+    IngressTelemetry,
+    Lane,
+    ModelDemand,
+    ReplicaReport,
+    ReplicaState,
+    SlaClass,
+    WorkerSnapshot,
+)
 
 COMING = frozenset({ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING})
 """States on the way to ready: busy by definition, never evicted."""
@@ -70,6 +79,11 @@ class Replica:
         return self.report.replica
 
     @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """All that it spans, the leading one first."""
+        return (self.report.device, *self.report.peers)
+
+    @property
     def last_used_s(self) -> float:
         """When its agent last saw it hold a request."""
         return self.reported_s if self.report.running else self.reported_s - self.report.idle_s
@@ -96,10 +110,32 @@ class Demand:
     oldest_wait_s: float = 0.0
     queues: frozenset[tuple[SlaClass, Lane]] = frozenset()
     """Where tickets wait."""
+    waiting_input_tokens: int = 0
 
     @property
     def any(self) -> bool:
         return self.waiting + self.running > 0
+
+
+@dataclass(slots=True)
+class Flow:
+    """What arrived and ended over all gateways since somebody last took it, by length class where it arrived."""
+
+    requests: list[int] = field(default_factory=lambda: [0, 0, 0])
+    input_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
+    output_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
+    finished: int = 0
+    within_slo: int = 0
+
+    def add(self, row: ModelDemand) -> None:
+        """One gateway's counts of one model, class and lane."""
+        self.finished += row.finished
+        self.within_slo += row.within_slo
+        if row.arrived:
+            for index in range(3):
+                self.requests[index] += row.arrived_lengths[index]
+                self.input_tokens[index] += row.arrived_input_tokens[index]
+                self.output_tokens[index] += row.arrived_output_tokens[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +146,12 @@ class Reservation:
     """
 
     worker: WorkerId
-    device: DeviceId
+    devices: tuple[DeviceId, ...]
+    """All that it will span, the leading one first."""
     replica_name: str
     model_hash: ModelHash
     budget_bytes: int
+    """On each device."""
     sent: bool = False
     until_s: float | None = None
 
@@ -130,10 +168,16 @@ class Room:
     """What replicas take now, with load commands that went out and what the agent holds back besides."""
     free_now_bytes: int
     """Room for a load that starts this instant."""
+    block_now_bytes: int
+    """Of ``free_now_bytes``: the largest block."""
     free_planned_bytes: int
     """Room once all running transactions have ended as planned: who leaves is gone, who was promised room has it."""
+    largest_free_bytes: int
+    """Of ``free_planned_bytes``: the largest block that one replica can surely get."""
     loads_running: int
     """Loads under way: they are serial."""
+    loads_coming: int
+    """Loads under way or promised."""
     models: tuple[ModelHash, ...]
     """Models listed or promised there."""
 
@@ -167,6 +211,7 @@ class Pool:
         self._heard_s = 0.0
         self._round_trip_s: float | None = None
         self._ingresses: dict[IngressId, _Ingress] = {}
+        self._flow: dict[ModelHash, Flow] = {}
         self._ended: dict[ReplicaId, None] = {}
         self._closed: dict[tuple[str, DeviceId | None], None] = {}
         self._locked_devices: dict[tuple[str, DeviceId], None] = {}
@@ -176,6 +221,8 @@ class Pool:
         self._of_model: dict[ModelHash, dict[ReplicaId, None]] = {}
         self._of_worker: dict[WorkerId, dict[ReplicaId, None]] = {}
         self._named: dict[tuple[WorkerId, str], ReplicaId] = {}
+        self._reserved_at: dict[WorkerId, dict[str, None]] = {}
+        self._resized: dict[ReplicaId, tuple[int, int]] = {}
         self._rooms: dict[WorkerId, dict[DeviceId, Room]] = {}
         self._devices: dict[bool, list[Device]] = {}
         self._promised_to: dict[ModelHash, int] | None = None
@@ -325,14 +372,34 @@ class Pool:
     def reserve(self, reservation: Reservation) -> None:
         """Promises room, or says more of a promise."""
         self.reservations[reservation.replica_name] = reservation
+        self._reserved_at.setdefault(reservation.worker, {})[reservation.replica_name] = None
         self._touch(reservation.worker)
 
     def release(self, replica_name: str) -> Reservation | None:
         """Takes a promise back."""
         held = self.reservations.pop(replica_name, None)
         if held is not None:
+            self._reserved_at[held.worker].pop(replica_name, None)
             self._touch(held.worker)
         return held
+
+    def resize(self, replica: ReplicaId, sure_bytes: int, planned_bytes: int) -> None:
+        """A transaction changes what a replica is charged on each device: until it ends the charge is at least
+        ``sure_bytes``, and ``planned_bytes`` is what it is meant to be."""
+        self._resized[replica] = (sure_bytes, planned_bytes)
+        self._touch(self.replicas[replica].worker)
+
+    def was_resized(self, replica: ReplicaId, budget_bytes: int, kv_bytes: int) -> None:
+        """Its agent has changed it: true until the next report, which will say the same."""
+        known = self.replicas.get(replica)
+        if known is not None:
+            known.report = msgspec.structs.replace(known.report, budget_bytes=budget_bytes, kv_bytes=kv_bytes)
+            self._touch(known.worker)
+
+    def resized(self, replica: ReplicaId) -> None:
+        """It is as its agent says again."""
+        if self._resized.pop(replica, None) is not None and replica in self.replicas:
+            self._touch(self.replicas[replica].worker)
 
     def leave(self, replica: ReplicaId) -> None:
         """A transaction is about to end a replica."""
@@ -351,6 +418,8 @@ class Pool:
     def forget_all_plans(self) -> None:
         """No transaction runs any more."""
         self.reservations.clear()
+        self._reserved_at.clear()
+        self._resized.clear()
         self.leaving.clear()
         self._rooms.clear()
         self._promised_to = None
@@ -435,20 +504,28 @@ class Pool:
                 del self._ingresses[ingress]
         return tuple(died)
 
-    def ingress(self, now_s: float, telemetry: IngressTelemetry) -> bool:
-        """Takes a gateway's whole demand; True when a model starts to wait there."""
+    def ingress(self, now_s: float, telemetry: IngressTelemetry) -> list[ModelHash]:
+        """Takes a gateway's whole demand, and adds what it counted to the flow; returns the models that start to wait."""
         old = self._ingresses.get(telemetry.ingress)
         if old is not None and telemetry.sequence <= old.sequence:
             old.last_heard = self._heard_s
-            return False
+            return []
         demand: dict[ModelHash, Demand] = {}
-        for entry in telemetry.demand:
-            queues = frozenset({(entry.sla_class, entry.lane)}) if entry.waiting else frozenset()
-            here = Demand(entry.waiting, entry.running, entry.oldest_wait_s, queues)
-            demand[entry.model_hash] = _sum(demand.get(entry.model_hash, Demand()), here)
+        for row in telemetry.demand:
+            if row.arrived or row.finished:
+                self._flow.setdefault(row.model_hash, Flow()).add(row)
+            queues = frozenset({(row.sla_class, row.lane)}) if row.waiting else _NOWHERE
+            here = Demand(row.waiting, row.running, row.oldest_wait_s, queues, row.waiting_input_tokens)
+            there = demand.get(row.model_hash)
+            demand[row.model_hash] = here if there is None else _sum(there, here)
         self._ingresses[telemetry.ingress] = _Ingress(self._heard_s, now_s, telemetry.sequence, demand)
         before = old.demand if old is not None else {}
-        return any(d.waiting and not before.get(model, Demand()).waiting for model, d in demand.items())
+        return [model for model, d in demand.items() if d.waiting and not before.get(model, _NO_DEMAND).waiting]
+
+    def take_flow(self) -> dict[ModelHash, Flow]:
+        """What arrived and ended since the last call, each telemetry counted once."""
+        flow, self._flow = self._flow, {}
+        return flow
 
     # -------------------------------------------------------------------------------------------------------- asking
 
@@ -457,9 +534,11 @@ class Pool:
         total: dict[ModelHash, Demand] = {}
         for seen in self._ingresses.values():
             for model, demand in seen.demand.items():
-                age_s = now_s - seen.reported_s if demand.waiting else 0.0
-                aged = replace(demand, oldest_wait_s=demand.oldest_wait_s + age_s if demand.waiting else 0.0)
-                total[model] = _sum(total.get(model, Demand()), aged)
+                age_s = now_s - seen.reported_s
+                if demand.waiting:
+                    demand = replace(demand, oldest_wait_s=demand.oldest_wait_s + age_s)
+                known = total.get(model)
+                total[model] = demand if known is None else _sum(known, demand)
         return total
 
     def replicas_of(self, worker: WorkerId) -> list[Replica]:
@@ -478,7 +557,7 @@ class Pool:
             if replica.report.state is ReplicaState.READY
             and not replica.dead
             and replica.replica not in self.leaving
-            and not self._worker_leaves(replica.worker)
+            and not self.worker_leaves(replica.worker)
         ]
 
     def coming_replicas(self, model: ModelHash) -> int:
@@ -489,7 +568,7 @@ class Pool:
             if replica.report.state in COMING
             and not replica.dead
             and replica.replica not in self.leaving
-            and not self._worker_leaves(replica.worker)
+            and not self.worker_leaves(replica.worker)
         ]
         if self._promised_to is None:
             self._promised_to = {}
@@ -497,7 +576,8 @@ class Pool:
                 self._promised_to[held.model_hash] = self._promised_to.get(held.model_hash, 0) + 1
         return len(listed) + self._promised_to.get(model, 0)
 
-    def _worker_leaves(self, worker: WorkerId) -> bool:
+    def worker_leaves(self, worker: WorkerId) -> bool:
+        """Whether a worker is dead or shuts down: what it has counts for nothing any more."""
         known = self.workers[worker]
         return known.presence is Presence.DEAD or (known.snapshot is not None and known.snapshot.draining)
 
@@ -518,6 +598,13 @@ class Pool:
         self._devices[usable] = found
         return found
 
+    def usable(self, device: Device) -> bool:
+        """Whether new work may go to a device: its worker is well, and no person closed or locked it."""
+        worker = device.worker
+        return worker.usable and not (
+            self.is_closed(worker.worker, device.report.device) or self.device_locked(worker.worker, device.report.device)
+        )
+
     def device(self, worker: WorkerId, device: DeviceId) -> Device | None:
         """One device, if it is known."""
         known = self.workers.get(worker)
@@ -534,38 +621,86 @@ class Pool:
 
     def room(self, device: Device) -> Room:
         """The arithmetic of a device now."""
-        rooms = self._rooms.setdefault(device.worker.worker, {})
-        known = rooms.get(device.report.device)
-        if known is None:
-            known = rooms[device.report.device] = self._compute_room(device)
-        return known
+        rooms = self._rooms.get(device.worker.worker)
+        if rooms is None:
+            rooms = self._rooms[device.worker.worker] = self._compute_rooms(device.worker)
+        return rooms[device.report.device]
 
-    def _compute_room(self, device: Device) -> Room:
-        worker, report = device.worker, device.report
-        replicas = [r for r in self.replicas_of(worker.worker) if r.report.device == report.device]
-        replicas.sort(key=lambda replica: replica.replica)
-        promised = self._unlisted(r for r in self.reservations.values() if (r.worker, r.device) == device.key)
-        listed_bytes = sum(r.report.budget_bytes for r in replicas)
+    def _compute_rooms(self, worker: Worker) -> dict[DeviceId, Room]:
         snapshot = worker.snapshot
-        in_report = sum(r.budget_bytes for r in snapshot.replicas if r.device == report.device) if snapshot else 0
-        besides = max(0, report.reserved_bytes - in_report)
-        charged = listed_bytes + besides + sum(r.budget_bytes for r in promised if r.sent)
-        free_now = report.memory_bytes - charged
-        unsent = sum(r.budget_bytes for r in promised if not r.sent)
-        leaving = sum(r.report.budget_bytes for r in replicas if r.replica in self.leaving)
+        if snapshot is None:
+            return {}
+        listed: dict[DeviceId, list[Replica]] = {device.device: [] for device in snapshot.devices}
+        in_report = dict.fromkeys(listed, 0)
+        promised: dict[DeviceId, list[Reservation]] = {device.device: [] for device in snapshot.devices}
+        for replica in sorted(self.replicas_of(worker.worker), key=lambda r: r.replica):
+            for device in replica.devices:
+                if device in listed:
+                    listed[device].append(replica)
+        for report in snapshot.replicas:
+            for device in (report.device, *report.peers):
+                if device in listed:
+                    in_report[device] += report.budget_bytes
+        reservations = (self.reservations[name] for name in self._reserved_at.get(worker.worker, ()))
+        for reservation in self._unlisted(reservations):
+            for device in reservation.devices:
+                if device in listed:
+                    promised[device].append(reservation)
+        return {
+            report.device: self._room(report, listed[report.device], promised[report.device], in_report[report.device])
+            for report in snapshot.devices
+        }
+
+    def _room(self, report: DeviceReport, replicas: list[Replica], promised: list[Reservation], in_report: int) -> Room:
+        charged = max(0, report.reserved_bytes - in_report)
+        unsent = leaving = growth = 0
+        for replica in replicas:
+            budget = replica.report.budget_bytes
+            sure, planned = self._resized.get(replica.replica, (budget, budget))
+            charged += max(budget, sure)
+            if replica.replica in self.leaving:
+                leaving += max(budget, sure)
+            else:
+                growth += planned - max(budget, sure)
+        for reservation in promised:
+            if reservation.sent:
+                charged += reservation.budget_bytes
+            else:
+                unsent += reservation.budget_bytes
         loads = sum(r.report.state in COMING and not r.dead for r in replicas) + sum(r.sent for r in promised)
+        free_now = report.memory_bytes - charged
+        free_planned = free_now - unsent + leaving - growth
+        block_now, largest = free_now, free_planned
+        if report.contiguous_free_bytes is not None and replicas:
+            # Nobody knows how freed blocks join with free ones: the largest of each is sure. An empty device is one block.
+            freed = [r.report.budget_bytes for r in replicas if r.replica in self.leaving]
+            if len(freed) < len(replicas):
+                run = report.contiguous_free_bytes - sum(r.budget_bytes for r in promised)
+                largest = min(free_planned, max([run, *freed]))
+            block_now = min(free_now, report.contiguous_free_bytes - sum(r.budget_bytes for r in promised if r.sent))
         return Room(
             replicas=tuple(replicas),
             promised=tuple(promised),
             charged_bytes=charged,
             free_now_bytes=free_now,
-            free_planned_bytes=free_now - unsent + leaving,
+            block_now_bytes=block_now,
+            free_planned_bytes=free_planned,
+            largest_free_bytes=largest,
             loads_running=loads,
+            loads_coming=loads + sum(not r.sent for r in promised),
             models=tuple(r.report.model_hash for r in replicas) + tuple(r.model_hash for r in promised),
         )
 
+    def unlisted_reservations(self) -> list[Reservation]:
+        """Promises to replicas that no agent lists yet."""
+        return self._unlisted(self.reservations.values())
+
     def _unlisted(self, reservations: Iterable[Reservation]) -> list[Reservation]:
         return [r for r in reservations if self.replica_named(r.worker, r.replica_name) is None]
+
+
+_NO_DEMAND = Demand()
+_NOWHERE: frozenset[tuple[SlaClass, Lane]] = frozenset()
 
 
 def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
@@ -581,4 +716,5 @@ def _sum(one: Demand, other: Demand) -> Demand:
         one.running + other.running,
         max(one.oldest_wait_s, other.oldest_wait_s),
         one.queues | other.queues,
+        one.waiting_input_tokens + other.waiting_input_tokens,
     )

@@ -63,6 +63,8 @@ class SchedulerSettings:
     excuse_pause_s: float = 1.0
     load_s_max: float = 300.0
     unload_s_max: float = 15.0
+    change_s_max: float = 10.0
+    """How long a change of KV or concurrency may wait for room, and take."""
     step_grace_s: float = 10.0
     """How much longer than the agent's own bound a step may take before it counts as failed."""
     answer_s_max: float = 1.0

@@ -1,133 +1,56 @@
 """The table of running transactions: what each step is, who must answer, until when, and what follows.
 
-A *placement* is: reserve the room, drain the victims, unload them, load the newcomer (its agent warms and verifies it),
-open. A *retirement* is the first half alone. Each step is a command with its own operation id under the leader's epoch.
+A *placement* is: reserve the room on all devices that the newcomer spans, drain the victims, unload them, load the newcomer
+(its agent warms and verifies it), open. A *retirement* is the first half alone. A *change* gives a replica that stays
+another KV budget or concurrency. Each step is a command with its own operation id under the leader's epoch. Transactions
+about different replicas and devices run side by side; what needs the same device waits in the order of its beginning.
 
 ========== ========================================= =================================================================
 stage      waits for                                 ends in
 ========== ========================================= =================================================================
 LEAVING    every victim drained, then unloaded       WAITING (placement) or DONE (retirement)
-WAITING    the device: loads are serial, room free   LOADING, or ABORTED when nobody waits any more or time is up
+WAITING    the devices: loads are serial, room free  LOADING or CHANGING, or ABORTED: nobody waits any more, time is up
 LOADING    the agent's word, or the replica in ready DONE or ABORTED
+CHANGING   the agent's word                          DONE or ABORTED
 ========== ========================================= =================================================================
 
 A drain cannot be taken back, since an agent knows no such command. So a step that fails is compensated forwards: a victim
 that was already sent away is loaded again when somebody wants it (the policy does that, see ``placement``). A drain that
 fails or overruns its bound is followed by a forced unload: its requests continue elsewhere. A lost answer or event is no
 failure: a command is sent again under the same operation id, and a report that shows the result counts as the answer.
+
+What begins, is sent and ends is told to the journal, from which a successor takes up what it finds unfinished
+(:meth:`Transactions.resume`): the agents' reports say how far it came, the journal what it was meant to be.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
-from broker.core.pool import Pool, Replica, Reservation, Worker
+from broker.core.pool import COMING, Pool, Replica, Reservation, Worker
 from broker.core.scheduler_events import Placement, SchedulerCommand, SchedulerSettings, SendCommand
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId, base_name
+from broker.core.transaction import TRANSITIONS as TRANSITIONS
+from broker.core.transaction import Change, Fault, Kind, Operation, Transaction, Victim
+from broker.core.transaction import Stage as Stage
+from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
     DrainReplica,
+    JournalEntry,
     LoadModel,
     ModelRecord,
     OperationEnded,
     ReplicaState,
+    ResizeKv,
+    SetConcurrency,
+    StepEnded,
+    StepSent,
+    TransactionBegan,
+    TransactionEnded,
     UnloadReplica,
     WorkerCommand,
 )
-
-
-class Stage(Enum):
-    """Where a transaction is."""
-
-    LEAVING = "leaving"
-    WAITING = "waiting"
-    LOADING = "loading"
-    DONE = "done"
-    ABORTED = "aborted"
-
-
-TRANSITIONS: dict[Stage, frozenset[Stage]] = {
-    Stage.LEAVING: frozenset({Stage.WAITING, Stage.DONE, Stage.ABORTED}),
-    Stage.WAITING: frozenset({Stage.LOADING, Stage.ABORTED}),
-    Stage.LOADING: frozenset({Stage.DONE, Stage.ABORTED}),
-    Stage.DONE: frozenset(),
-    Stage.ABORTED: frozenset(),
-}
-
-
-class Fault(Enum):
-    """Why a transaction aborted."""
-
-    NONE = "none"
-    MODEL = "model"
-    """The load failed: the model backs off."""
-    PLACE = "place"
-    """The worker died, refused or did not answer: no fault of the model."""
-    UNWANTED = "unwanted"
-    """Nobody waits any more."""
-
-
-@dataclass(slots=True)
-class Operation:
-    """One command on its way: sent until it is answered, asked for again until it has ended."""
-
-    operation: OperationId
-    transaction: int
-    worker: WorkerId
-    command: WorkerCommand
-    victim: ReplicaId | None
-    begun_s: float
-    deadline_s: float
-    sent_s: float
-    sends: int = 1
-    answered: bool = False
-
-
-@dataclass(slots=True)
-class Victim:
-    """A replica that leaves. ``unloads`` counts unload commands; the second and later ones are forced."""
-
-    replica: ReplicaId
-    model_hash: ModelHash
-    drained: bool = False
-    forced: bool = False
-    unloads: int = 0
-    not_before_s: float = 0.0
-    gone: bool = False
-    begun_s: float = 0.0
-    gone_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Transaction:
-    """One scale action. ``record`` is None for a retirement."""
-
-    number: int
-    worker: WorkerId
-    device: DeviceId
-    reason: str
-    begun_s: float
-    stage_s: float
-    record: ModelRecord | None = None
-    replica_name: str = ""
-    restores: bool = False
-    victims: dict[ReplicaId, Victim] = field(default_factory=dict)
-    stage: Stage = Stage.LEAVING
-    fault: Fault = Fault.NONE
-    failure: str = ""
-    load_begun_s: float = 0.0
-    took_s: float = 0.0
-    replica: ReplicaId | None = None
-    """The newcomer, once it is listed or named by its agent."""
-    overran: bool = False
-    """A victim did not finish its requests within the bound."""
-
-    def move(self, now_s: float, stage: Stage) -> None:
-        assert stage in TRANSITIONS[self.stage], f"transaction {self.number}: {self.stage} to {stage}"
-        self.stage = stage
-        self.stage_s = now_s
 
 
 class Transactions:
@@ -141,13 +64,23 @@ class Transactions:
         self._begun = 0
         self._operations: dict[OperationId, Operation] = {}
         self._ended: list[Transaction] = []
+        self._journal: list[JournalEntry] = []
+        self._newcomers: dict[str, int] = {}
+        self._leavers: dict[ReplicaId, int] = {}
+        self._changed: dict[ReplicaId, dict[int, None]] = {}
         self.running: dict[int, Transaction] = {}
+        self.unix_offset_s = 0.0
+        """Added to the scheduler's clock it gives wall-clock time, for the journal."""
 
     def lead(self, epoch: int) -> None:
         """Starts over under an epoch of our own; what agents still do for others shows in their reports."""
         self._epoch = epoch
         self._operations.clear()
         self._ended.clear()
+        self._journal.clear()
+        self._newcomers.clear()
+        self._leavers.clear()
+        self._changed.clear()
         self.running.clear()
         self._pool.forget_all_plans()
 
@@ -156,41 +89,125 @@ class Transactions:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_journal(self) -> tuple[JournalEntry, ...]:
+        """What there is to append since the last call, in order."""
+        journal, self._journal = self._journal, []
+        return tuple(journal)
+
     def has_operation(self, operation: OperationId) -> bool:
         """Whether an operation is one of ours and still runs."""
         return operation in self._operations
 
+    def changes(self, replica: ReplicaId) -> bool:
+        """Whether a change of this replica is under way."""
+        return replica in self._changed
+
+    def loading(self, replica_name: str) -> Transaction | None:
+        """The placement whose newcomer has this name (without incarnation)."""
+        number = self._newcomers.get(replica_name)
+        return self.running[number] if number is not None else None
+
     # ----------------------------------------------------------------------------------------------------- beginning
 
     def place(
-        self, now_s: float, placement: Placement, record: ModelRecord, *, restores: bool, out: list[SchedulerCommand]
+        self,
+        now_s: float,
+        placement: Placement,
+        record: ModelRecord,
+        *,
+        restores: bool = False,
+        by_policy: bool = False,
+        out: list[SchedulerCommand],
     ) -> Transaction:
-        """Reserves the room and begins to drain the victims."""
-        transaction = self._begin(now_s, placement.worker, placement.device, placement.reason)
+        """Reserves the room on all devices, and begins to drain the victims."""
+        transaction = self._begin(now_s, Kind.PLACE, placement.worker, placement.devices, placement.reason)
         transaction.record = record
         transaction.restores = restores
+        transaction.by_policy = by_policy
         slug = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in record.name)[:24]
         transaction.replica_name = f"{slug}-{self._epoch}-{transaction.number}"
+        self._newcomers[transaction.replica_name] = transaction.number
         self._pool.reserve(
-            Reservation(placement.worker, placement.device, transaction.replica_name, record.model_hash, record.budget_bytes)
+            Reservation(
+                placement.worker, placement.devices, transaction.replica_name, record.model_hash, record.budget_bytes
+            )
         )
+        self._began(now_s, transaction, placement.victims)
         self._send_away(now_s, transaction, placement.victims, forced=False, out=out)
         self._advance(now_s, transaction)
         return transaction
 
     def retire(
-        self, now_s: float, replica: Replica, reason: str, *, forced: bool, out: list[SchedulerCommand]
+        self,
+        now_s: float,
+        replica: Replica,
+        reason: str,
+        *,
+        forced: bool,
+        drain_s: float | None = None,
+        out: list[SchedulerCommand],
     ) -> Transaction:
-        """Drains (unless ``forced``) and unloads one replica."""
-        transaction = self._begin(now_s, replica.worker, replica.report.device, reason)
+        """Drains (unless ``forced``) and unloads one replica; with ``drain_s`` 0 its requests are interrupted."""
+        transaction = self._begin(now_s, Kind.RETIRE, replica.worker, replica.devices, reason)
+        if drain_s is not None:
+            transaction.drain_s = drain_s
+        self._began(now_s, transaction, (replica.replica,), forced=forced)
         self._send_away(now_s, transaction, (replica.replica,), forced=forced, out=out)
         return transaction
 
-    def _begin(self, now_s: float, worker: WorkerId, device: DeviceId, reason: str) -> Transaction:
+    def resize(self, now_s: float, replica: Replica, kv_bytes: int, budget_bytes: int, reason: str) -> Transaction:
+        """Gives a replica another KV budget, once there is room for it; :meth:`start` sends the command."""
+        growth_bytes = max(0, budget_bytes - replica.report.budget_bytes)
+        change = Change(replica.replica, kv_bytes=kv_bytes, budget_bytes=budget_bytes, growth_bytes=growth_bytes)
+        transaction = self._begin_change(now_s, Kind.RESIZE_KV, replica, change, reason)
+        self._pool.resize(replica.replica, replica.report.budget_bytes, budget_bytes)
+        return transaction
+
+    def set_concurrency(self, now_s: float, replica: Replica, slots: int, reason: str) -> Transaction:
+        """Bounds what a replica runs at once; :meth:`start` sends the command."""
+        change = Change(replica.replica, slots=slots)
+        return self._begin_change(now_s, Kind.SET_CONCURRENCY, replica, change, reason)
+
+    def _begin_change(self, now_s: float, kind: Kind, replica: Replica, change: Change, reason: str) -> Transaction:
+        transaction = self._begin(now_s, kind, replica.worker, replica.devices, reason)
+        transaction.change = change
+        self._changed.setdefault(replica.replica, {})[transaction.number] = None
+        self._began(now_s, transaction, (replica.replica,))
+        transaction.move(now_s, Stage.WAITING)
+        return transaction
+
+    def _begin(self, now_s: float, kind: Kind, worker: WorkerId, devices: tuple[DeviceId, ...], reason: str) -> Transaction:
         self._begun += 1
-        transaction = Transaction(self._begun, worker, device, reason, now_s, now_s)
+        transaction = Transaction(self._begun, kind, worker, devices, reason, now_s, now_s, drain_s=self._settings.drain_s)
         self.running[transaction.number] = transaction
         return transaction
+
+    def _began(
+        self, now_s: float, transaction: Transaction, replicas: tuple[ReplicaId, ...], *, forced: bool = False
+    ) -> None:
+        change = transaction.change
+        self._journal.append(
+            TransactionBegan(
+                transaction=self._journal_id(transaction.number),
+                kind=transaction.kind.value,
+                at_unix_s=now_s + self.unix_offset_s,
+                reason=transaction.reason,
+                worker=transaction.worker,
+                devices=transaction.devices,
+                record=transaction.record,
+                replica_name=transaction.replica_name,
+                restores=transaction.restores,
+                replicas=replicas,
+                model_hashes=tuple(self._pool.replicas[replica].report.model_hash for replica in replicas),
+                forced=forced,
+                drain_s=transaction.drain_s,
+                kv_bytes=change.kv_bytes if change is not None else None,
+                slots=change.slots if change is not None else None,
+            )
+        )
+
+    def _journal_id(self, number: int) -> str:
+        return f"{self._epoch}-{number}"
 
     def _send_away(
         self,
@@ -206,6 +223,7 @@ class Transactions:
             model_hash = self._pool.replicas[replica].report.model_hash
             victim = Victim(replica, model_hash, drained=forced, forced=forced, begun_s=now_s)
             transaction.victims[replica] = victim
+            self._leavers[replica] = transaction.number
             if forced:
                 self._unload(now_s, transaction, victim, out)
                 continue
@@ -214,9 +232,9 @@ class Transactions:
                 epoch=self._epoch,
                 reason=transaction.reason,
                 replica=replica,
-                timeout_s=self._settings.drain_s,
+                timeout_s=transaction.drain_s,
             )
-            limit_s = self._settings.drain_s + self._settings.step_grace_s
+            limit_s = transaction.drain_s + self._settings.step_grace_s
             self._order(now_s, transaction, command, replica, limit_s, out)
 
     def _unload(self, now_s: float, transaction: Transaction, victim: Victim, out: list[SchedulerCommand]) -> None:
@@ -243,9 +261,34 @@ class Transactions:
             record=record,
             replica_name=name,
             timeout_s=self._settings.load_s_max,
+            peers=transaction.devices[1:],
         )
         limit_s = self._settings.load_s_max + self._settings.step_grace_s
         self._order(now_s, transaction, command, None, limit_s, out)
+
+    def _change(self, now_s: float, transaction: Transaction, change: Change, out: list[SchedulerCommand]) -> None:
+        transaction.move(now_s, Stage.CHANGING)
+        command: WorkerCommand
+        if change.kv_bytes is not None:
+            sure_bytes = self._pool.replicas[change.replica].report.budget_bytes + change.growth_bytes
+            self._pool.resize(change.replica, sure_bytes, change.budget_bytes)
+            command = ResizeKv(
+                operation=self._next_operation(),
+                epoch=self._epoch,
+                reason=transaction.reason,
+                replica=change.replica,
+                kv_bytes=change.kv_bytes,
+            )
+        else:
+            assert change.slots is not None, "a change is one of the two"
+            command = SetConcurrency(
+                operation=self._next_operation(),
+                epoch=self._epoch,
+                reason=transaction.reason,
+                replica=change.replica,
+                slots=change.slots,
+            )
+        self._order(now_s, transaction, command, None, self._settings.change_s_max, out)
 
     def _next_operation(self) -> OperationId:
         self._operations_begun += 1
@@ -263,7 +306,27 @@ class Transactions:
         self._operations[command.operation] = Operation(
             command.operation, transaction.number, transaction.worker, command, victim, now_s, now_s + limit_s, now_s
         )
+        self._journal.append(
+            StepSent(
+                transaction=self._journal_id(transaction.number),
+                operation=command.operation,
+                worker=transaction.worker,
+                at_unix_s=now_s + self.unix_offset_s,
+                command=command,
+            )
+        )
         out.append(SendCommand(transaction.worker, command, self._settings.answer_s_max))
+
+    def _step_ended(self, now_s: float, operation: Operation, failure: str) -> None:
+        del self._operations[operation.operation]
+        self._journal.append(
+            StepEnded(
+                transaction=self._journal_id(operation.transaction),
+                operation=operation.operation,
+                at_unix_s=now_s + self.unix_offset_s,
+                failure=failure,
+            )
+        )
 
     # --------------------------------------------------------------------------------------------------------- answers
 
@@ -287,20 +350,30 @@ class Transactions:
             return
         transaction = self.running[operation.transaction]
         if event.failure:
-            if operation.victim is None and event.replica is not None:
+            if isinstance(operation.command, LoadModel) and event.replica is not None:
                 # An agent ends a load only when its process is gone, so its room is free already.
                 self._pool.load_failed(event.replica, event.failure)
                 transaction.replica = event.replica
             self._failed(now_s, operation, event.failure, Fault.PLACE if event.withdrawn else Fault.MODEL, out)
-        elif operation.victim is None:
-            self._loaded(now_s, transaction, event.replica, event.took_s)
-        else:
+        elif operation.victim is not None:
             self._left_a_step(now_s, operation, transaction, out)
+        elif transaction.change is not None:
+            self._changed_as_told(now_s, operation, transaction, transaction.change)
+        else:
+            self._step_ended(now_s, operation, "")
+            self._loaded(now_s, transaction, event.replica, event.took_s)
+
+    def _changed_as_told(self, now_s: float, operation: Operation, transaction: Transaction, change: Change) -> None:
+        self._step_ended(now_s, operation, "")
+        if change.kv_bytes is not None:
+            self._pool.was_resized(change.replica, change.budget_bytes, change.kv_bytes)
+        transaction.took_s = now_s - transaction.stage_s
+        self._end(now_s, transaction, Stage.DONE)
 
     def _left_a_step(
         self, now_s: float, operation: Operation, transaction: Transaction, out: list[SchedulerCommand]
     ) -> None:
-        del self._operations[operation.operation]
+        self._step_ended(now_s, operation, "")
         assert operation.victim is not None
         victim = transaction.victims[operation.victim]
         if isinstance(operation.command, DrainReplica):
@@ -321,7 +394,7 @@ class Transactions:
         unsure: bool = False,
     ) -> None:
         transaction = self.running[operation.transaction]
-        del self._operations[operation.operation]
+        self._step_ended(now_s, operation, failure)
         if operation.victim is None:
             self._abort(now_s, transaction, fault, failure, unsure=unsure)
             return
@@ -345,36 +418,42 @@ class Transactions:
 
     def replica_seen(self, now_s: float, replica: Replica) -> bool:
         """A listed replica appeared or changed its state; True when it is the newcomer of a transaction."""
-        name = base_name(replica.replica)
-        for transaction in list(self.running.values()):
-            if transaction.stage is Stage.LOADING and transaction.replica_name == name:
-                transaction.replica = replica.replica
-                if replica.report.state is ReplicaState.READY:
-                    self._loaded(now_s, transaction, replica.replica, 0.0)
-                elif replica.report.state is ReplicaState.FAILED and replica.report.budget_bytes == 0:
-                    # While it is still charged its process is ending; its agent's last word on it will say more.
-                    self._abort(now_s, transaction, Fault.MODEL, replica.report.failure or "the load failed")
-                return True
-        return False
+        transaction = self.loading(base_name(replica.replica))
+        if transaction is None or transaction.stage is not Stage.LOADING:
+            return False
+        transaction.replica = replica.replica
+        if replica.report.state is ReplicaState.READY:
+            self._loaded(now_s, transaction, replica.replica, 0.0)
+        elif replica.report.state is ReplicaState.FAILED and replica.report.budget_bytes == 0:
+            # While it is still charged its process is ending; its agent's last word on it will say more.
+            self._abort(now_s, transaction, Fault.MODEL, replica.report.failure or "the load failed")
+        return True
 
     def replica_gone(self, now_s: float, replica: ReplicaId, detail: str) -> bool:
         """A replica's process is gone; True when a transaction was about it. A victim that had not drained was cut off."""
-        name = base_name(replica)
-        for transaction in list(self.running.values()):
-            victim = transaction.victims.get(replica)
-            if victim is not None and not victim.gone:
-                victim.gone = True
-                victim.gone_s = now_s
-                if not victim.drained:
-                    victim.forced = transaction.overran = True
-                self._forget_operations(transaction, replica)
-                self._advance(now_s, transaction)
+        for number in list(self._changed.get(replica, ())):
+            self._abort(now_s, self.running[number], Fault.PLACE, f"{replica} is gone")
+        number = self._leavers.get(replica, 0)
+        newcomer = self.loading(base_name(replica))
+        if newcomer is not None and newcomer.stage is Stage.LOADING:
+            newcomer.replica = replica
+            self._abort(now_s, newcomer, Fault.MODEL, detail or "its process ended while it was loading")
+            if not number:
                 return True
-            if transaction.stage is Stage.LOADING and transaction.replica_name == name:
-                transaction.replica = replica
-                self._abort(now_s, transaction, Fault.MODEL, detail or "its process ended while it was loading")
-                return True
-        return False
+        if not number:
+            return False
+        transaction = self.running[number]
+        victim = transaction.victims[replica]
+        if victim.gone:
+            return False
+        victim.gone = True
+        victim.gone_s = now_s
+        if not victim.drained:
+            victim.forced = transaction.overran = True
+        for operation in [o for o in self._operations.values() if o.victim == replica and o.transaction == number]:
+            self._step_ended(now_s, operation, "")
+        self._advance(now_s, transaction)
+        return True
 
     def worker_died(self, now_s: float, worker: Worker) -> None:
         """Everything under way there is off."""
@@ -416,7 +495,8 @@ class Transactions:
             if transaction.stage is Stage.WAITING and snapshot is not None and snapshot.draining:
                 self._abort(now_s, transaction, Fault.PLACE, f"worker {transaction.worker} shuts down")
                 continue
-            if transaction.stage is Stage.WAITING and waited_s >= settings.load_s_max + settings.drain_s:
+            wait_s_max = settings.change_s_max if transaction.change is not None else settings.load_s_max + settings.drain_s
+            if transaction.stage is Stage.WAITING and waited_s >= wait_s_max:
                 self._abort(now_s, transaction, Fault.PLACE, f"the room did not become free in {waited_s:.0f} s")
             else:
                 self._advance(now_s, transaction)
@@ -429,20 +509,47 @@ class Transactions:
             else:
                 transaction.move(now_s, Stage.WAITING)
 
-    def start_loads(self, now_s: float, out: list[SchedulerCommand]) -> None:
-        """Loads what waits for its device where no load runs and the room is free, oldest first."""
+    def start(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """Loads and changes what waits for its devices where no load runs and the room is free, oldest first."""
+        kept: set[tuple[WorkerId, DeviceId]] = set()
         for transaction in list(self.running.values()):
-            record = transaction.record
-            if transaction.stage is not Stage.WAITING or record is None:
+            if transaction.stage is not Stage.WAITING:
                 continue
-            device = self._pool.device(transaction.worker, transaction.device)
-            if (
+            devices = [self._pool.device(transaction.worker, device) for device in transaction.devices]
+            if transaction.change is not None:
+                growth_bytes = transaction.change.growth_bytes
+                if not growth_bytes or all(
+                    d is not None and self._pool.room(d).free_now_bytes >= growth_bytes for d in devices
+                ):
+                    self._change(now_s, transaction, transaction.change, out)
+                continue
+            record = transaction.record
+            assert record is not None, "what waits is loaded or changed"
+            if any((transaction.worker, device) in kept for device in transaction.devices):
+                continue
+            if all(
                 device is not None
-                and device.worker.usable
-                and self._pool.room(device).loads_running == 0
-                and self._pool.room(device).free_now_bytes >= record.budget_bytes
+                and self._pool.usable(device)
+                and self._pool.room(device).block_now_bytes >= record.budget_bytes
+                for device in devices
             ):
-                self._load(now_s, transaction, record, out)
+                if not any(device is not None and self._pool.room(device).loads_running for device in devices):
+                    self._load(now_s, transaction, record, out)
+                elif len(devices) > 1:
+                    # Else single loads could take its devices in turns for ever.
+                    kept.update((transaction.worker, device) for device in transaction.devices)
+
+    def cancel(self, now_s: float, transaction: Transaction, reason: str, out: list[SchedulerCommand]) -> Transaction | None:
+        """Takes a placement back: one that waits ends at once and is returned, of one that loads the retirement is. None
+        while victims leave for it, since a drain cannot be undone, and while nobody has listed what loads."""
+        if transaction.stage is Stage.WAITING:
+            self._abort(now_s, transaction, Fault.UNWANTED, reason)
+            return transaction
+        listed = self._pool.replica_named(transaction.worker, transaction.replica_name)
+        if transaction.stage is not Stage.LOADING or listed is None or listed.report.state not in COMING:
+            return None
+        transaction.cancelled = True
+        return self.retire(now_s, listed, reason, forced=True, out=out)
 
     def abandon(self, now_s: float, transaction: Transaction) -> None:
         """Ends a placement that waits for its device although nobody waits for the model any more."""
@@ -453,13 +560,14 @@ class Transactions:
 
     def _abort(self, now_s: float, transaction: Transaction, fault: Fault, failure: str, *, unsure: bool = False) -> None:
         """``unsure``: whether the agent may hold the newcomer's room all the same."""
-        transaction.fault = fault
+        transaction.fault = Fault.UNWANTED if transaction.cancelled else fault
         transaction.failure = failure
         self._end(now_s, transaction, Stage.ABORTED, unsure=unsure)
 
     def _end(self, now_s: float, transaction: Transaction, stage: Stage, *, unsure: bool = False) -> None:
         transaction.move(now_s, stage)
-        self._forget_operations(transaction, None)
+        for operation in [o for o in self._operations.values() if o.transaction == transaction.number]:
+            del self._operations[operation.operation]
         held = self._pool.release(transaction.replica_name)
         listed = self._pool.replica_named(transaction.worker, transaction.replica_name) is not None
         if held is not None and held.sent and not listed and (stage is Stage.DONE or unsure):
@@ -467,11 +575,22 @@ class Transactions:
             until_s = now_s + self._settings.ask_again_s + self._settings.answer_s_max
             self._pool.reserve(replace(held, until_s=until_s))
         self._pool.forget_plans(transaction.victims)
+        self._newcomers.pop(transaction.replica_name, None)
+        for replica in transaction.victims:
+            del self._leavers[replica]
+        change = transaction.change
+        if change is not None:
+            del self._changed[change.replica][transaction.number]
+            if not self._changed[change.replica]:
+                del self._changed[change.replica]
+            if change.kv_bytes is not None:
+                self._pool.resized(change.replica)
         del self.running[transaction.number]
         self._ended.append(transaction)
-
-    def _forget_operations(self, transaction: Transaction, victim: ReplicaId | None) -> None:
-        """Of one victim, or of the whole transaction."""
-        for operation in list(self._operations.values()):
-            if operation.transaction == transaction.number and victim in (None, operation.victim):
-                del self._operations[operation.operation]
+        self._journal.append(
+            TransactionEnded(
+                transaction=self._journal_id(transaction.number),
+                at_unix_s=now_s + self.unix_offset_s,
+                failure=transaction.failure if stage is Stage.ABORTED else "",
+            )
+        )

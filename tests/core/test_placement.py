@@ -9,6 +9,7 @@ import pytest
 
 from broker.core.placement import SchedulerCore
 from broker.core.scheduler_events import (
+    AppendJournal,
     BeatSeen,
     BusRoundTripMade,
     CommandAnswered,
@@ -103,10 +104,10 @@ class Bench:
             self.step(LeadershipGained(7))
 
     def step(self, event: SchedulerEvent) -> list[SchedulerCommand]:
-        """One event; digests are kept apart."""
+        """One event; digests and the journal are kept apart."""
         out = self.core.step(self.now_s, event)
         self.out.extend(out)
-        return [command for command in out if not isinstance(command, PublishDigest)]
+        return [command for command in out if not isinstance(command, PublishDigest | AppendJournal)]
 
     def report(
         self,
@@ -195,8 +196,8 @@ class Bench:
 
     @property
     def digest(self) -> PoolDigest:
-        """The last one."""
-        return [command.digest for command in self.out if isinstance(command, PublishDigest)][-1]
+        """The last one, as a successor would find it."""
+        return [command.stored for command in self.out if isinstance(command, PublishDigest)][-1]
 
     def refusal(self, name: str) -> str:
         """What the last digest says of a model."""

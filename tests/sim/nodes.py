@@ -677,7 +677,7 @@ class SchedulerNode(Actor):
                     timeout_s=timeout_s,
                 )
             case sch.PublishDigest(digest):
-                world.last_digest = digest
+                world.last_digest = command.stored
                 for gateway in world.gateways.values():
                     net.send(self, gateway, lambda g=gateway: g.pool_told(digest))  # type: ignore[misc]
                 for replica in list(world.replicas.values()):

@@ -1,0 +1,355 @@
+"""From a decision to transactions: the checks on what a policy wants, and the notes of what is begun.
+
+Nothing is raised for an action that cannot be carried out: a view is old by the time its decision is, and an earlier action
+of the same decision may have taken the room. Why an action was dropped is kept in :attr:`Actions.dropped`, for ``explain``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+
+from broker.core.catalogue import Catalogue
+from broker.core.describe import bytes_text
+from broker.core.digest import DigestBuilder
+from broker.core.planning import Planner
+from broker.core.policy import Action, ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
+from broker.core.pool import COMING, Device, Pool, Replica
+from broker.core.scheduler_events import MODELS_PER_DEVICE, Placement, SchedulerCommand, SchedulerSettings
+from broker.core.transaction import Transaction
+from broker.core.transactions import Transactions
+from subjects.ids import ReplicaId, base_name
+from subjects.messages import Mode, ModelRecord, ReplicaState
+
+ADVICE_AGAIN_S = 60.0
+"""The same advice is published again after this long."""
+ADVICES_MAX = 1024
+
+
+def with_kv(record: ModelRecord, kv_bytes: int) -> ModelRecord:
+    """The record with another KV budget over all its devices, and what each device is then charged."""
+    gpus = record.gpus
+    besides = record.budget_bytes - -(-(record.weights_bytes + record.kv_bytes) // gpus)
+    budget_bytes = -(-(record.weights_bytes + kv_bytes) // gpus) + besides
+    return msgspec.structs.replace(record, kv_bytes=kv_bytes, budget_bytes=budget_bytes)
+
+
+class Actions:
+    """Begins transactions, with their entries in the timeline."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        pool: Pool,
+        catalogue: Catalogue,
+        planner: Planner,
+        transactions: Transactions,
+        digests: DigestBuilder,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._catalogue = catalogue
+        self._planner = planner
+        self._transactions = transactions
+        self._digests = digests
+        self._entries: dict[tuple[int, str], int] = {}
+        self._advised: dict[tuple[str, ...], float] = {}
+        self.dropped: tuple[tuple[Action, str], ...] = ()
+        """What was not carried out of the last decision, and why."""
+
+    # ---------------------------------------------------------------------------------------------------------- beginning
+
+    def place(
+        self,
+        now_s: float,
+        placement: Placement,
+        record: ModelRecord,
+        *,
+        restores: bool = False,
+        by_policy: bool = False,
+        out: list[SchedulerCommand],
+    ) -> Transaction:
+        """Begins a placement."""
+        leaving = [self._pool.replicas[victim] for victim in placement.victims]
+        transaction = self._transactions.place(now_s, placement, record, restores=restores, by_policy=by_policy, out=out)
+        where = _where(placement.worker, placement.devices)
+        for replica in leaving:
+            name = self._catalogue.name(replica.report.model_hash)
+            reason = f"{self._planner.usage(now_s, replica)}; makes room for {record.name}"
+            self._note(now_s, transaction, replica.replica, "evict", name, reason, where, replica.replica)
+        self._note(now_s, transaction, "load", "load", record.name, placement.reason, where, None)
+        return transaction
+
+    def retire(
+        self,
+        now_s: float,
+        replica: Replica,
+        reason: str,
+        *,
+        forced: bool = False,
+        drain_s: float | None = None,
+        out: list[SchedulerCommand],
+    ) -> None:
+        """Begins to drain (unless ``forced``) and unload a replica, if nobody did."""
+        if replica.replica in self._pool.leaving:
+            return
+        transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s, out=out)
+        self.note_retirement(now_s, transaction, replica)
+
+    def note_retirement(self, now_s: float, transaction: Transaction, replica: Replica) -> None:
+        """Tells of a retirement that began."""
+        name = self._catalogue.name(replica.report.model_hash)
+        where = _where(replica.worker, replica.devices)
+        self._note(now_s, transaction, replica.replica, "unload", name, transaction.reason, where, replica.replica)
+
+    def _note(
+        self,
+        now_s: float,
+        transaction: Transaction,
+        key: str,
+        action: str,
+        model: str,
+        reason: str,
+        where: str,
+        replica: ReplicaId | None,
+    ) -> None:
+        number = self._digests.note(now_s, action, model, reason, replica=replica, device=where)
+        self._entries[(transaction.number, key)] = number
+
+    def ended(
+        self, transaction: Transaction, key: str, outcome: str, took_s: float, *, replica: ReplicaId | None = None
+    ) -> None:
+        """Tells how a part of a transaction ended: a victim by its id, ``load`` or ``change``."""
+        self._digests.close(self._entries.pop((transaction.number, key), None), outcome, took_s, replica=replica)
+
+    # --------------------------------------------------------------------------------------------------- a policy's actions
+
+    def carry_out(self, now_s: float, actions: Sequence[Action], out: list[SchedulerCommand]) -> None:
+        """Begins what is possible of a decision, in its order."""
+        dropped = []
+        for action in actions:
+            refusal = self._carry_out(now_s, action, out)
+            if refusal:
+                dropped.append((action, refusal))
+        self.dropped = tuple(dropped)
+
+    def _carry_out(self, now_s: float, action: Action, out: list[SchedulerCommand]) -> str:
+        match action:
+            case StartReplica():
+                return self._start(now_s, action, out)
+            case StopReplica():
+                return self._stop(now_s, action, out)
+            case ResizeReplicaKv():
+                return self._resize(now_s, action)
+            case SetReplicaConcurrency():
+                return self._set_concurrency(now_s, action)
+            case _:
+                assert_never(action)
+
+    def _start(self, now_s: float, action: StartReplica, out: list[SchedulerCommand]) -> str:
+        pool, catalogue = self._pool, self._catalogue
+        record = catalogue.of_hash(action.model_hash)
+        if record is None:
+            return "nobody applied that model"
+        model = catalogue.model(record.model_hash)
+        if catalogue.locked(record.model_hash):
+            return f"{record.name} is locked by a person"
+        if model.held_down:
+            return f"{record.name} was unloaded by a person and nobody asks for it"
+        if model.retry_s > now_s:
+            return f"{record.name} backs off after a failed load"
+        count = self._planner.replicas_count(record.model_hash)
+        if count >= record.max_replicas:
+            return f"{record.name} has {count} of at most {record.max_replicas} replicas"
+        if action.kv_bytes is not None:
+            record = with_kv(record, action.kv_bytes)
+        devices = [pool.device(*key) for key in action.devices]
+        known = [device for device in devices if device is not None]
+        if len(known) < len(devices):
+            return "one of the devices is not known"
+        refusal = self._planner.cannot_span(record, known) or self._victims_refusal(action, known)
+        if refusal:
+            return refusal
+        victims = [pool.replicas[victim] for victim in action.victims]
+        refusal = self._room_refusal(record, known, victims)
+        if refusal:
+            return refusal
+        held_back = [
+            catalogue.name(model_hash)
+            for model_hash in [record.model_hash, *(victim.report.model_hash for victim in victims)]
+            if catalogue.mode(model_hash) is not Mode.ACT
+        ]
+        where = _where(action.devices[0][0], tuple(device for _, device in action.devices))
+        if held_back:
+            leave = "; ".join(f"{victim.replica} would leave" for victim in victims)
+            return self._advise(now_s, "load", record.name, action.reason, where, leave, held_back)
+        worker, device = action.devices[0]
+        peers = tuple(peer for _, peer in action.devices[1:])
+        placement = Placement(worker, device, action.victims, action.reason, peers)
+        self.place(now_s, placement, record, by_policy=True, out=out)
+        return ""
+
+    def _victims_refusal(self, action: StartReplica, devices: list[Device]) -> str:
+        keys = {device.key for device in devices}
+        for victim in action.victims:
+            replica = self._pool.replicas.get(victim)
+            if replica is None or not any((replica.worker, device) in keys for device in replica.devices):
+                return f"{victim} is not on those devices"
+            refusal = self._may_not_leave(replica)
+            if refusal:
+                return refusal
+        if len(set(action.victims)) < len(action.victims):
+            return "a victim is named twice"
+        by_model = [self._pool.replicas[victim].report.model_hash for victim in action.victims]
+        for model_hash in by_model:
+            record = self._catalogue.of_hash(model_hash)
+            open_count = len(self._pool.open_replicas(model_hash))
+            if record is not None and open_count - by_model.count(model_hash) < record.min_replicas:
+                return f"{record.name} would have less than its minimum of {record.min_replicas}"
+        return ""
+
+    def _may_not_leave(self, replica: Replica) -> str:
+        if replica.replica in self._pool.leaving:
+            return f"{replica.replica} leaves already"
+        if replica.dead or replica.report.state is not ReplicaState.READY:
+            return f"{replica.replica} is not ready"
+        if self._planner.stays(replica):
+            return f"{replica.replica} is pinned, locked or needed for a minimum"
+        return ""
+
+    def _room_refusal(self, record: ModelRecord, devices: list[Device], victims: list[Replica]) -> str:
+        models_max = self._settings.models_per_device_max or MODELS_PER_DEVICE
+        for device in devices:
+            room = self._pool.room(device)
+            leavers = [victim for victim in victims if device.report.device in victim.devices]
+            block_bytes = self._planner.block_bytes(device, leavers)
+            if block_bytes < record.budget_bytes:
+                return (
+                    f"{record.name} needs {bytes_text(record.budget_bytes)} on {device.report.device}, "
+                    f"{bytes_text(max(0, block_bytes))} are to be had"
+                )
+            gone = {victim.replica for victim in leavers}
+            others = {
+                replica.report.model_hash
+                for replica in room.replicas
+                if replica.replica not in gone and replica.replica not in self._pool.leaving
+            }
+            others.update(held.model_hash for held in room.promised)
+            others.discard(record.model_hash)
+            if len(others) >= models_max:
+                return f"{device.report.device} has {len(others)} other models, at most {models_max} may share it"
+            if others and not self._planner.co_locates(record, others):
+                return f"{record.name} or a model on {device.report.device} wants its device for itself"
+        return ""
+
+    def _stop(self, now_s: float, action: StopReplica, out: list[SchedulerCommand]) -> str:
+        replica = self._pool.replicas.get(action.replica)
+        if replica is None:
+            return self._take_back(now_s, str(action.replica), action.reason, out)
+        name = self._catalogue.name(replica.report.model_hash)
+        coming = replica.report.state in COMING and not replica.dead and replica.replica not in self._pool.leaving
+        refusal = "" if coming else self._may_not_leave(replica)
+        if coming and self._planner.stays(replica):
+            refusal = f"{replica.replica} is pinned, locked or needed for a minimum"
+        if refusal:
+            return refusal
+        if self._catalogue.mode(replica.report.model_hash) is not Mode.ACT:
+            where = _where(replica.worker, replica.devices)
+            return self._advise(now_s, "unload", name, action.reason, where, "", [name])
+        if coming:
+            return self._take_back(now_s, base_name(replica.replica), action.reason, out)
+        drain_s = 0.0 if action.interrupt else None
+        self.retire(now_s, replica, action.reason, drain_s=drain_s, out=out)
+        return ""
+
+    def _take_back(self, now_s: float, replica_name: str, reason: str, out: list[SchedulerCommand]) -> str:
+        transaction = self._transactions.loading(replica_name)
+        if transaction is None:
+            return f"{replica_name} is not there"
+        if transaction.record is not None and self._catalogue.mode(transaction.record.model_hash) is not Mode.ACT:
+            return f"the mode of {transaction.record.name} keeps it"
+        retirement = self._transactions.cancel(now_s, transaction, reason, out)
+        if retirement is None:
+            return f"{replica_name} cannot be taken back now: others are leaving for it, or its load is being begun"
+        if retirement is not transaction:
+            (victim,) = retirement.victims
+            self.note_retirement(now_s, retirement, self._pool.replicas[victim])
+        return ""
+
+    def _resize(self, now_s: float, action: ResizeReplicaKv) -> str:
+        replica = self._pool.replicas.get(action.replica)
+        refusal = self._may_not_change(replica)
+        if replica is None or refusal:
+            return refusal
+        record = self._catalogue.of_hash(replica.report.model_hash)
+        if record is None:
+            return "nobody applied that model"
+        if action.kv_bytes <= 0:
+            return f"kv_bytes {action.kv_bytes}: must be positive"
+        if action.kv_bytes == replica.report.kv_bytes:
+            return f"{replica.replica} has that KV budget"
+        budget_bytes = with_kv(record, action.kv_bytes).budget_bytes
+        growth_bytes = budget_bytes - replica.report.budget_bytes
+        for key in replica.devices:
+            device = self._pool.device(replica.worker, key)
+            if device is None or self._pool.room(device).free_planned_bytes < growth_bytes:
+                return f"{bytes_text(max(0, growth_bytes))} more are not to be had on {key}"
+        where = _where(replica.worker, replica.devices)
+        if self._catalogue.mode(record.model_hash) is not Mode.ACT:
+            what = f"KV of {replica.replica} would be {bytes_text(action.kv_bytes)}"
+            return self._advise(now_s, "resize", record.name, action.reason, where, what, [record.name])
+        transaction = self._transactions.resize(now_s, replica, action.kv_bytes, budget_bytes, action.reason)
+        reason = f"KV {bytes_text(action.kv_bytes)}: {action.reason}"
+        self._note(now_s, transaction, "change", "resize", record.name, reason, where, replica.replica)
+        return ""
+
+    def _set_concurrency(self, now_s: float, action: SetReplicaConcurrency) -> str:
+        replica = self._pool.replicas.get(action.replica)
+        refusal = self._may_not_change(replica)
+        if replica is None or refusal:
+            return refusal
+        if action.slots < 1:
+            return f"slots {action.slots}: must be at least 1"
+        if action.slots == replica.report.slots:
+            return f"{replica.replica} has that many slots"
+        model_hash = replica.report.model_hash
+        name, where = self._catalogue.name(model_hash), _where(replica.worker, replica.devices)
+        if self._catalogue.mode(model_hash) is not Mode.ACT:
+            what = f"{replica.replica} would run {action.slots} at once"
+            return self._advise(now_s, "concurrency", name, action.reason, where, what, [name])
+        transaction = self._transactions.set_concurrency(now_s, replica, action.slots, action.reason)
+        reason = f"{action.slots} at once: {action.reason}"
+        self._note(now_s, transaction, "change", "concurrency", name, reason, where, replica.replica)
+        return ""
+
+    def _may_not_change(self, replica: Replica | None) -> str:
+        if replica is None:
+            return "that replica is not there"
+        if replica.dead or replica.report.state is not ReplicaState.READY or replica.replica in self._pool.leaving:
+            return f"{replica.replica} is not ready, or leaves"
+        if self._catalogue.locked(replica.report.model_hash) or self._pool.replica_locked(replica):
+            return f"{replica.replica} is locked by a person"
+        if self._transactions.changes(replica.replica):
+            return f"{replica.replica} is being changed already"
+        return ""
+
+    def _advise(
+        self, now_s: float, what: str, model: str, reason: str, where: str, besides: str, held_back: list[str]
+    ) -> str:
+        """Publishes what would be done; the same advice again only after a while, since it is decided at every look."""
+        key = (what, model, where, besides)
+        told_s = self._advised.get(key)
+        if told_s is None or now_s - told_s >= ADVICE_AGAIN_S:
+            text = f"would {what}: {reason}" + (f"; {besides}" if besides else "")
+            self._digests.note(now_s, "advice", model, text, device=where, outcome="advice")
+            self._advised.pop(key, None)
+            self._advised[key] = now_s
+            while len(self._advised) > ADVICES_MAX:
+                del self._advised[next(iter(self._advised))]
+        return f"advice only: {', '.join(sorted(set(held_back)))} may not be acted on"
+
+
+def _where(worker: str, devices: Sequence[str]) -> str:
+    return f"{worker}/{'+'.join(devices)}"
