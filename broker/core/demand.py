@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from profiles.costs import length_class
 from subjects.ids import ModelHash, RequestId
-from subjects.messages import Lane, ModelDemand, RequestKind, RequestProfile, SlaClass
+from subjects.messages import Lane, ModelDemand, RequestKind, RequestProfile, Sla, SlaClass
 
 Key = tuple[ModelHash, SlaClass, Lane, str]
 
 
+def within_slo(sla: Sla, ttft_s: float, latency_s: float, output_tokens: int) -> bool:
+    """Whether a finished request met its model's targets: the time to its first token, and the mean time per further one."""
+    if ttft_s > sla.ttft_p95_ms / 1000:
+        return False
+    return output_tokens <= 1 or latency_s - ttft_s <= sla.tpot_ms / 1000 * (output_tokens - 1)
+
+
 @dataclass(slots=True)
 class _Cell:
-    """``waiting`` maps to the time since when, oldest first, because a request that waits again is put at the end."""
+    """``waiting`` maps to the time since when, oldest first, because a request that waits again is put at the end. The lists
+    are of what arrived, by length class."""
 
     waiting: dict[RequestId, float] = field(default_factory=dict)
+    waiting_input_tokens: int = 0
     running: int = 0
     arrived: int = 0
     finished: int = 0
@@ -23,6 +33,10 @@ class _Cell:
     output_tokens: int = 0
     ttft_s_sum: float = 0.0
     latency_s_sum: float = 0.0
+    within_slo: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0, 0, 0])
+    lengths_input_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
+    lengths_output_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def empty(self) -> bool:
         return not (self.waiting or self.running or self.arrived or self.finished or self.failed)
@@ -38,30 +52,39 @@ class DemandLedger:
         """A request came in."""
         if (cell := self._cell(profile)) is not None:
             cell.arrived += 1
+            length = length_class(profile.input_tokens)
+            cell.lengths[length] += 1
+            cell.lengths_input_tokens[length] += profile.input_tokens
+            cell.lengths_output_tokens[length] += profile.expected_output_tokens
 
     def waits(self, profile: RequestProfile, request: RequestId, since_s: float) -> None:
         """It began to wait (again)."""
         if (cell := self._cell(profile)) is not None:
+            if request not in cell.waiting:
+                cell.waiting_input_tokens += profile.input_tokens
             cell.waiting[request] = since_s
 
     def stopped_waiting(self, profile: RequestProfile, request: RequestId) -> None:
         """It does not wait any more."""
-        if (cell := self._cell(profile)) is not None:
-            cell.waiting.pop(request, None)
+        if (cell := self._cell(profile)) is not None and cell.waiting.pop(request, None) is not None:
+            cell.waiting_input_tokens -= profile.input_tokens
 
     def runs(self, profile: RequestProfile, change: int) -> None:
         """One more (+1) or one less (-1) runs."""
         if (cell := self._cell(profile)) is not None:
             cell.running += change
 
-    def finished(self, profile: RequestProfile, *, output_tokens: int, ttft_s: float, latency_s: float) -> None:
-        """It ended well."""
+    def finished(
+        self, profile: RequestProfile, *, output_tokens: int, ttft_s: float, latency_s: float, within_slo: bool = False
+    ) -> None:
+        """It ended well; ``within_slo`` is what the function of that name says of it."""
         if (cell := self._cell(profile)) is not None:
             cell.finished += 1
             cell.input_tokens += profile.input_tokens
             cell.output_tokens += output_tokens
             cell.ttft_s_sum += ttft_s
             cell.latency_s_sum += latency_s
+            cell.within_slo += within_slo
 
     def failed(self, profile: RequestProfile) -> None:
         """It ended with an error."""
@@ -91,10 +114,17 @@ class DemandLedger:
                     output_tokens=cell.output_tokens,
                     ttft_s_sum=cell.ttft_s_sum,
                     latency_s_sum=cell.latency_s_sum,
+                    arrived_lengths=_three(cell.lengths),
+                    arrived_input_tokens=_three(cell.lengths_input_tokens),
+                    arrived_output_tokens=_three(cell.lengths_output_tokens),
+                    waiting_input_tokens=cell.waiting_input_tokens,
+                    within_slo=cell.within_slo,
                 )
             )
             if cell.waiting or cell.running:
-                self._cells[key] = _Cell(waiting=cell.waiting, running=cell.running)
+                self._cells[key] = _Cell(
+                    waiting=cell.waiting, waiting_input_tokens=cell.waiting_input_tokens, running=cell.running
+                )
         return tuple(rows)
 
     def _cell(self, profile: RequestProfile) -> _Cell | None:
@@ -105,3 +135,7 @@ class DemandLedger:
         if cell is None:
             cell = self._cells[key] = _Cell()
         return cell
+
+
+def _three(values: list[int]) -> tuple[int, int, int]:
+    return values[0], values[1], values[2]

@@ -189,6 +189,10 @@ class Engine:
         """Pages that nobody holds, as of the last event."""
         return self.kv_pages - self._pages_held()
 
+    def sequences(self) -> list[Sequence]:
+        """All requests here, in order of admission and then of waiting."""
+        return [*self._running.values(), *self._waiting]
+
     def step_s(self) -> float:
         """How long a step with the present batch takes, in work seconds."""
         return self._const_s + self._request_s * self._batch + self._context_token_s * self._context

@@ -44,8 +44,19 @@ def test_demand_is_counted_from_arrival_to_end() -> None:
         ledger.waits(profile(), RequestId(f"r{number}"), since_s)
     ledger.stopped_waiting(profile(), RequestId("r1"))
     ledger.runs(profile(), 1)
-    assert ledger.take(15.0) == (row(arrived=3, waiting=2, running=1, oldest_wait_s=3.0),)
-    ledger.finished(profile(), output_tokens=7, ttft_s=0.5, latency_s=2.0)
+    assert ledger.take(15.0) == (
+        row(
+            arrived=3,
+            waiting=2,
+            running=1,
+            oldest_wait_s=3.0,
+            arrived_lengths=(3, 0, 0),
+            arrived_input_tokens=(9, 0, 0),
+            arrived_output_tokens=(12, 0, 0),
+            waiting_input_tokens=6,
+        ),
+    )
+    ledger.finished(profile(), output_tokens=7, ttft_s=0.5, latency_s=2.0, within_slo=True)
     ledger.finished(profile(), output_tokens=5, ttft_s=1.0, latency_s=3.0)
     ledger.failed(profile())
     ledger.failed(profile())
@@ -60,6 +71,8 @@ def test_demand_is_counted_from_arrival_to_end() -> None:
             output_tokens=12,
             ttft_s_sum=1.5,
             latency_s_sum=5.0,
+            waiting_input_tokens=6,
+            within_slo=1,
         ),
     )
     ledger.runs(profile(), -1)

@@ -35,7 +35,16 @@ PAUSE_BELOW_S = 0.05
 """A pull that comes back unused sooner than this was refused, not empty: pause, so that refusals make no busy loop."""
 WRITE_OFF_S = 5.0
 """Credits that did not come back so long after their pull expired are taken for lost."""
+BACKLOG_TOKENS_MAX = 4096
+"""Prompt tokens taken and not yet computed from which on a replica takes no more: what waits in the queue can still go to
+somebody else, or be overtaken by a higher class, and a step that prefills holds up all answers that run."""
 DEFAULT_WEIGHTS: Mapping[SlaClass, int] = {SlaClass.GOLD: 8, SlaClass.SILVER: 4, SlaClass.BRONZE: 2, SlaClass.BATCH: 1}
+
+
+def room_for(free_slots: int, free_pages: int, pages: int, backlog_tokens: int) -> bool:
+    """Whether a replica should take one more request that may need ``pages``: it has a free slot, the KV pages, and fewer
+    than ``BACKLOG_TOKENS_MAX`` prompt tokens before it that are not computed yet."""
+    return free_slots > 0 and pages <= free_pages and backlog_tokens < BACKLOG_TOKENS_MAX
 
 
 @dataclass(slots=True)
