@@ -1,0 +1,20 @@
+"""Constants of the fixed workloads that ``python -m ops.simulator.scale_rates`` finds."""
+
+from __future__ import annotations
+
+SCALES: dict[str, dict[str, float]] = {
+    "five-lines": {"m-small": 0.043, "m-mid": 0.024, "mm-image": 1.0, "deepseek-r1": 0.119, "m-large": 0.0215},
+    "busy-few": {"m-small": 0.12, "m-mid": 0.10, "deepseek-r1": 0.9, "m-large": 0.17},
+}
+"""By workload and ServeGen model: times the source's rates. Provisional."""
+
+STATIC: dict[str, dict[str, int]] = {
+    "five-lines": {"m-small": 1, "m-mid": 2, "mm-image": 2, "deepseek-r1": 3, "m-large": 1},
+    "busy-few": {"m-small": 2, "m-mid": 14, "deepseek-r1": 6, "m-large": 6},
+    "burst": {"code": 4, "conv": 4},
+    "burst-slo": {"code": 14, "conv": 7},
+    "pulse": {"pulsed": 8, "steady-a": 3, "steady-b": 3},
+    "contention": {"small": 1, "middle": 1, "large": 1},
+    "scale": {},
+}
+"""Replicas of the smallest dedicated split, by workload and model. Provisional."""
