@@ -759,7 +759,15 @@ class TransactionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 JournalEntry = TransactionBegan | StepSent | StepEnded | TransactionEnded
-"""One message of the journal (``names.JOURNAL``)."""
+
+
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of the journal (``names.JOURNAL``): what one leader did in one step, in order."""
+
+    epoch: int
+    writer: str
+    """The scheduler that wrote it: a name with an incarnation."""
+    entries: tuple[JournalEntry, ...]
 
 
 # ------------------------------------------------------------------------------------------------------- people's words

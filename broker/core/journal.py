@@ -26,7 +26,7 @@ from subjects.messages import (
 )
 
 TRANSACTIONS_MAX = 500
-"""So many transactions are remembered, the latest ones; unfinished ones are kept beyond it."""
+"""So many transactions are remembered, the latest ones. Finished ones go first: unfinished ones may be twice as many."""
 STEPS_MAX = 64
 """Steps remembered of one transaction: a placement has two per victim and one load."""
 
@@ -115,8 +115,11 @@ class TransactionLog:
 
     def _forget(self) -> None:
         spare = len(self._known) - self._transactions_max
-        for name in [name for name, known in self._known.items() if known.ended_unix_s is not None][: max(0, spare)]:
-            del self._known[name]
+        if spare > 0:
+            for name in [name for name, known in self._known.items() if known.ended_unix_s is not None][:spare]:
+                del self._known[name]
+        while len(self._known) > 2 * self._transactions_max:
+            del self._known[next(iter(self._known))]
 
     def find(self, name: str) -> Recorded | None:
         """A transaction by its name, or by the id of one of its operations."""
@@ -206,6 +209,8 @@ def _resumption(one: Recorded, pool: Pool, catalogue: Catalogue) -> Resumption:
     elif began.kind == "retire":
         course = Course.GO_ON if there else Course.FINISHED
         why = "its replica is still there" if there else "its replica has left"
+    elif began.kind not in ("resize-kv", "set-concurrency"):
+        course, why = Course.DROP, f"this version knows no {began.kind!r}"
     elif not there:
         course, why = Course.DROP, "its replica has left"
     elif _is_as_meant(began, there[0]):
@@ -252,10 +257,6 @@ def _of_placement(
 
 
 def _is_as_meant(began: TransactionBegan, replica: Replica) -> bool:
-    match began.kind:
-        case "resize-kv":
-            return replica.report.kv_bytes == began.kv_bytes
-        case "set-concurrency":
-            return replica.report.slots == began.slots
-        case _:
-            return False
+    if began.kind == "resize-kv":
+        return replica.report.kv_bytes == began.kv_bytes
+    return replica.report.slots == began.slots

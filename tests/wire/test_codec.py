@@ -35,6 +35,7 @@ UNIONS: list[Any] = [messages.ClaimReply, messages.Back, messages.WorkerCommand,
 WITH_FREE_FORM_MAPS = (
     "Alert",
     "InferRequest",
+    "JournalRecord",
     "LoadModel",
     "ModelRecord",
     "PoolDigest",
