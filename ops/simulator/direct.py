@@ -227,7 +227,6 @@ class Control:
                 if r.replica in leaving and world.devices[n] in r.devices
             )
             if free < budget:
-                self.meter.dropped += 1
                 return
         self.names += 1
         name = ReplicaId(f"r{self.names:06d}")

@@ -52,9 +52,7 @@ class Meter:
         self.switches = 0
         self.effects_s: list[float] = []
         self.moves_s: list[float] = []
-        self.decisions = 0
-        self.dropped = 0
-        """Actions of the policy that could not be carried out."""
+        self.alerts = 0
 
     def _inside(self, at_s: float) -> bool:
         return self._window.begin_s <= at_s < self._window.end_s
@@ -189,8 +187,7 @@ def measure(
             "interrupted": float(world.interrupted),
             "retries": float(world.retries),
             "preempted": float(world.preempted + sum(replica.engine.preempted for replica in replicas)),
-            "decisions": float(meter.decisions),
-            "dropped": float(meter.dropped),
+            "alerts": float(meter.alerts),
             "unfinished": float(np.count_nonzero(~done & ~refused & inside)),
         },
         digest=hashlib.sha256(nanoseconds.tobytes() + bytes(world.refused)).hexdigest(),
