@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 import click
 
+from ops.simulate_cli import simulate
+
 _PORT = click.IntRange(0, 65535)
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -396,6 +398,9 @@ def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
     say = lambda line: click.echo(f"bench: {line}", err=True)  # noqa: E731
     result = _run(bench_gateway(say, seconds=seconds, connections=connections))
     click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
+
+
+main.add_command(simulate)
 
 
 if __name__ == "__main__":

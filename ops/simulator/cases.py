@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from ops.simulator.types import Workload
 from subjects.errors import ConfigError
 
 SUITES = ("headline", "full")
@@ -73,12 +76,62 @@ def check(case: Case) -> Case:
     return case
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation: a case, a policy, one of the case's windows, a seed."""
+class Simulation(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: a case, a policy, one of the case's windows, a seed."""
 
     case: Case
     policy: str
     window: int
     seed: int
     plots: bool = False
-    """Also keep the samples that the page is drawn from."""
+    """Also keep the lines over time that the page is drawn from."""
+
+
+def build(case: Case) -> Workload:
+    """The workload of a case.
+
+    Raises:
+        ConfigError: no such workload, or its file cannot be read.
+    """
+    if case.trace:
+        raise ConfigError("--trace: cannot be read yet")
+    from ops.simulator.workloads import WORKLOADS, workload
+
+    if case.workload not in WORKLOADS:
+        raise ConfigError(f"--workload {case.workload}: no such workload; use one of {', '.join(WORKLOADS)}")
+    made = workload(case.workload, full=case.suite == "full", load=case.load)
+    if case.minutes:
+        cut_s = case.minutes * 60.0
+        made = replace(made, windows=tuple(replace(w, end_s=min(w.end_s, w.begin_s + cut_s)) for w in made.windows))
+    if case.warm_s is not None or case.cold_s is not None:
+        warm_s = made.ladder.warm_s if case.warm_s is None else case.warm_s
+        cold_s = max(warm_s, made.ladder.cold_s) if case.cold_s is None else case.cold_s
+        made = replace(made, ladder=replace(made.ladder, warm_s=warm_s, cold_s=cold_s))
+    if case.gpus:
+        made = replace(
+            made,
+            pool=replace(made.pool, devices=case.gpus),
+            static_replicas=fitted(made, made.static_replicas, case.gpus),
+            static_slo_replicas=made.static_slo_replicas and fitted(made, made.static_slo_replicas, case.gpus),
+        )
+    return made
+
+
+def fitted(workload: Workload, replicas: Mapping[str, int], gpus: int) -> dict[str, int]:
+    """A dedicated split for a pool that is smaller than the one which meets the SLO: one replica each while they fit, in the
+    workload's order, then the model next that lacks most of what it should have."""
+    left = gpus
+    got = {model.name: 0 for model in workload.models}
+    for model in workload.models:
+        if model.gpus <= left and replicas.get(model.name, 0) > 0:
+            got[model.name] = 1
+            left -= model.gpus
+    while True:
+        lacking = [
+            model for model in workload.models if model.gpus <= left and 0 < got[model.name] < replicas.get(model.name, 0)
+        ]
+        if not lacking:
+            return got
+        most = min(lacking, key=lambda model: (got[model.name] / replicas[model.name], model.name))
+        got[most.name] += 1
+        left -= most.gpus
