@@ -239,7 +239,7 @@ def _record(
         kv_bytes_per_token=per_token,
         kv_bytes=kv_bytes,
         overhead_bytes=overhead_bytes,
-        budget_bytes=weights_bytes + kv_bytes + overhead_bytes,
+        budget_bytes=-(-(weights_bytes + kv_bytes) // spec.resources.gpus) + overhead_bytes,
         block_size=engine.block_size,
         max_context_len=context_len,
         max_num_seqs=engine.max_num_seqs,
@@ -263,6 +263,8 @@ def _record(
         baseline_memory_gb=spec.resources.baseline_memory_gb,
         compute_efficiency=spec.resources.compute_efficiency,
         latency_sensitivity=spec.resources.latency_sensitivity,
+        gpus=spec.resources.gpus,
+        costs={kind: costs.as_message() for kind, costs in sorted(spec.resources.costs.items())},
     )
 
 

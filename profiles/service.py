@@ -18,7 +18,7 @@ import yaml
 
 from profiles.sizes import parse_size
 from subjects.errors import ConfigError
-from subjects.messages import EngineType, Mode, Sla, SlaClass
+from subjects.messages import EngineType, Mode, Sla, SlaClass, StepCosts
 
 API_VERSION = "llm.serving/v1"
 KIND = "ModelService"
@@ -38,6 +38,7 @@ LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 Alias = Annotated[str, msgspec.Meta(pattern=ALIAS_PATTERN)]
 Tag = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,62}$")]
+DeviceType = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
@@ -67,12 +68,32 @@ class SlaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Sla(**msgspec.structs.asdict(self))
 
 
+class CostsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fitted times on one kind of device, in seconds; ``profiles.costs`` has the arithmetic."""
+
+    prefill_token_s: Positive
+    prefill_token2_s: NotNegative = 0.0
+    step_const_s: Positive
+    step_request_s: NotNegative = 0.0
+    step_context_token_s: NotNegative = 0.0
+
+    def as_message(self) -> StepCosts:
+        """The form that the registry carries."""
+        return StepCosts(**msgspec.structs.asdict(self))
+
+
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the owner knows of the model's needs. All optional: what is absent is computed from the files or measured."""
+    """What the owner knows of the model's needs. All optional: what is absent is computed from the files or measured.
+
+    ``gpus`` linked devices are spanned by one replica. ``costs`` are by kind of device, such as ``h100-80gb`` or ``cpu``
+    (``carpool get devices`` shows the kinds): without them the coordinator knows no capacity of the model there.
+    """
 
     baseline_memory_gb: Positive | None = None
     compute_efficiency: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     latency_sensitivity: Share | None = None
+    gpus: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    costs: dict[DeviceType, CostsSpec] = {}
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -331,6 +352,8 @@ def _checked(service: ModelService, at: str) -> ModelService:
             raise wrong("spec.source", "must be the server's base URL for openai_http, such as http://127.0.0.1:8080/v1")
         if re.match(r"https?://[^/]*@", spec.source):
             raise wrong("spec.source", "holds a user or password; put the key into a variable named in options.api_key_env")
+        if spec.resources.gpus > 1:
+            raise wrong("spec.resources.gpus", "is not for openai_http, whose server has its own devices; remove the field")
         if engine.max_context_len is None:
             raise wrong(
                 "spec.engine.max_context_len", "is needed for openai_http; write the longest context the server takes"
@@ -377,7 +400,9 @@ def _explain(text: str, document: dict[str, Any]) -> str:
     for formal, common in (("`object`", "a mapping of fields"), ("`array`", "a list"), ("`null`", "nothing")):
         what = what.replace(formal, common)
     if "matching regex" in what and not field:
-        # msgspec tells no path for a key; options are the only mapping with free keys.
+        # msgspec tells no path for a key; options and costs are the only mappings with free keys.
+        if "._-" in what:
+            return "spec.resources.costs: not a kind of device; use a name that `carpool get devices` shows, such as cpu"
         return "spec.engine.options: not a valid option name; use lower-case letters, digits and '_', such as max_num_seqs"
     if "matching regex" in what:
         what = "not a valid name"
@@ -398,8 +423,10 @@ def _explain(text: str, document: dict[str, Any]) -> str:
 
 def _known_fields(field: str) -> list[str]:
     kind: Any = ModelService
-    for part in filter(None, field.split(".")):
+    for part in filter(None, field.removesuffix("[...]").split(".")):
         kind = {info.encode_name: info.type for info in msgspec.structs.fields(kind)}[part]
+    if field.endswith("[...]"):
+        kind = get_args(kind)[1]
     return [info.encode_name for info in msgspec.structs.fields(kind)]
 
 

@@ -18,7 +18,7 @@ from profiles.tiny import SIZES, VOCABULARY, make_tiny
 from profiles.tokenizer import ModelTokenizer
 from subjects.codec import decode, encode
 from subjects.errors import ConfigError, EngineError
-from subjects.messages import Endpoint, EngineType, Lane, ModelRecord
+from subjects.messages import Endpoint, EngineType, Lane, ModelRecord, StepCosts
 
 
 @pytest.fixture(autouse=True)
@@ -520,6 +520,19 @@ def test_record_of_a_simulated_model(tmp_path: Path) -> None:
     assert record.budget_bytes == 1000 + 5 + 21 * 32 * 16
     other = record_of({"engine": engine | {"options": options | {"load_s": 1.0}}}, tmp_path)
     assert other.model_hash != record.model_hash
+
+
+def test_a_record_says_what_its_devices_are_charged_and_what_it_costs(tmp_path: Path) -> None:
+    """Weights and KV are shared among the devices that a replica spans, the overhead is on each (PRO-4, SCH-3)."""
+    engine = {"type": "simulated", "max_context_len": 320, "max_num_seqs": 2}
+    options = {"weights_bytes": 1001, "kv_bytes_per_token": 16, "overhead_bytes": 5}
+    costs = {"prefill_token_s": 2e-5, "step_const_s": 0.011, "step_request_s": 5.5e-5}
+    resources = {"gpus": 4, "costs": {"h100-80gb": costs, "cpu": {"prefill_token_s": 1, "step_const_s": 2}}}
+    record = record_of({"engine": engine | {"options": options}, "resources": resources}, tmp_path)
+    assert record.gpus == 4 and record.budget_bytes == -(-(1001 + 21 * 32 * 16) // 4) + 5
+    assert list(record.costs) == ["cpu", "h100-80gb"]
+    assert record.costs["h100-80gb"] == StepCosts(**costs)
+    assert record.costs["cpu"] == StepCosts(prefill_token_s=1, step_const_s=2)
 
 
 def test_reading_json_that_is_no_object(tmp_path: Path) -> None:

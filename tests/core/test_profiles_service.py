@@ -61,6 +61,28 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("infinity", _spec("strategy: {max_wait_s: .inf}"), ("spec.strategy.max_wait_s: inf", "finite")),
     ("a share above 1", _spec("sla: {max_error_rate: 5}"), ("spec.sla.max_error_rate: expected `float` <= 1",)),
     ("efficiency above 1", _spec("resources: {compute_efficiency: 1.5}"), ("spec.resources.compute_efficiency",)),
+    ("costs without a constant", _spec("resources: {costs: {cpu: {prefill_token_s: 1}}}"), ("step_const_s: is missing",)),
+    (
+        "a cost that takes no time",
+        _spec("resources: {costs: {cpu: {prefill_token_s: 0, step_const_s: 1}}}"),
+        ("spec.resources.costs[...].prefill_token_s: expected `float` > 0", "in that range"),
+    ),
+    (
+        "an unknown cost",
+        _spec("resources: {costs: {cpu: {prefill_token_s: 1, step_const_s: 1, step_s: 1}}}"),
+        ("spec.resources.costs[...]: unknown field 'step_s'", "did you mean 'step_const_s'?"),
+    ),
+    (
+        "costs of no kind",
+        _spec("resources: {costs: {'H100 80': {prefill_token_s: 1, step_const_s: 1}}}"),
+        ("spec.resources.costs: not a kind of device", "carpool get devices"),
+    ),
+    ("no devices", _spec("resources: {gpus: 0}"), ("spec.resources.gpus: expected `int` >= 1",)),
+    (
+        "devices of a server",
+        HEAD + "spec: {source: 'http://h/v1', resources: {gpus: 2}, engine: {type: openai_http, max_context_len: 99}}\n",
+        ("spec.resources.gpus: is not for openai_http", "remove the field"),
+    ),
     ("over 63 bits", _spec(f"sla: {{tpot_ms: {10**30}}}"), ("spec.sla.tpot_ms", "63 bits")),
     ("5,000 digits", _spec(f"sla: {{tpot_ms: {'9' * 5000}}}"), ("cannot be read",)),
     (
