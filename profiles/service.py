@@ -211,7 +211,10 @@ def json_schema() -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases, duplicate keys and bottomless nesting."""
+    """PyYAML's safe loader without aliases, duplicate keys and bottomless nesting, and with ``2e-5`` as a number.
+
+    PyYAML follows YAML 1.1, where that is text; small times are best written so, and JSON and YAML 1.2 read it as a number.
+    """
 
     depth = 0
 
@@ -245,6 +248,11 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def _documents(data: bytes, place: str) -> Iterable[Any]:
