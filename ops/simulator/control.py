@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from broker.core.placement import SchedulerCore
@@ -46,7 +47,23 @@ from subjects.messages import (
     ReplicaState,
     WorkerCommand,
 )
-from workers.control_messages import Concurrency, Drain, Drained, Load, Ping, Pong, Progress, Ready, Stop, ToReplica
+from workers.control_messages import (
+    Changed,
+    Concurrency,
+    Drain,
+    Drained,
+    Load,
+    Ping,
+    Pong,
+    Progress,
+    Ready,
+    Resize,
+    Sleep,
+    Start,
+    Stop,
+    ToReplica,
+    Wake,
+)
 from workers.core import agent_events as agents
 from workers.core.agent import AgentCore
 from workers.engines.base import EngineInfo
@@ -76,7 +93,7 @@ class _Node:
         """Bytes by model whose weights its host memory holds, the least recently used first."""
         self.loading: dict[ReplicaId, Callable[[], None]] = {}
         """What gives a load up."""
-        self.told: dict[ReplicaId, tuple[int, int]] = {}
+        self.told: dict[ReplicaId, tuple[int, int, float]] = {}
         """Counters as last told to the agent."""
 
     def holds(self, model: int) -> bool:
@@ -108,7 +125,7 @@ class Control:
         self._always_cold = bool(getattr(policy, "cold_loads", False))
         settings = options.settings or QUIET
         if settings.models_per_device_max is None:
-            settings = _with_models(settings, pool.models_per_device_max)
+            settings = replace(settings, models_per_device_max=pool.models_per_device_max)
         self.core = SchedulerCore(settings, policy)
         self._incarnations = 0
         self._telemetries = 0
@@ -123,6 +140,8 @@ class Control:
                     kind=DeviceKind.GPU,
                     name=pool.device_type,
                     memory_bytes=pool.device_bytes,
+                    device_type=pool.device_type,
+                    link="nvlink",
                 )
                 for n in range(min(pool.devices_per_node, pool.devices - first))
             )
@@ -258,7 +277,8 @@ class Control:
         now_s = self._world.now_s
         for replica_id, told in list(node.told.items()):
             replica = self._world.replicas[replica_id]
-            counters = (replica.held, replica.kv_pages - replica.pages_taken)
+            engine = replica.engine
+            counters = (replica.held, replica.kv_pages - replica.pages_taken, engine.work_by_s(now_s))
             if counters == told:
                 continue
             node.told[replica_id] = counters
@@ -267,6 +287,9 @@ class Control:
                 waiting=0,
                 kv_pages_free=max(0, counters[1]),
                 idle_s=0.0 if replica.held else now_s - replica.last_used_s,
+                busy_s=counters[2],
+                preemptions=engine.preempted,
+                step_s=engine.step_s(),
             )
             node.agent.step(now_s, agents.ControlReceived(replica_id, message))
 
@@ -274,7 +297,7 @@ class Control:
         world = self._world
         record = command.record
         model = world.model_of[record.model_hash]
-        devices = [node.first_device + int(d.removeprefix("gpu")) for d in (command.device,)]
+        devices = [node.first_device + int(d.removeprefix("gpu")) for d in (command.device, *command.peers)]
         replica = world.spawn(command.replica, model, devices, record.kv_bytes)
         self._node_of[command.replica] = node
         self._meter.load_began(world.now_s)
@@ -303,12 +326,13 @@ class Control:
             max_context_len=world.records[replica.model].max_context_len,
             gives_token_ids=True,
             continues=True,
+            resizes_kv=True,
         )
         transaction = self.core.transactions.loading(base_name(replica.replica))
         if transaction is not None:
             self._meter.moved(transaction.begun_s, world.now_s)
         self._agent(node, agents.ControlReceived(replica.replica, Ready(info=info)))
-        node.told[replica.replica] = (0, replica.kv_pages)
+        node.told[replica.replica] = (0, replica.kv_pages, 0.0)
         world.make_ready(replica)
 
     def _control(self, node: _Node, replica_id: ReplicaId, message: ToReplica) -> None:
@@ -325,8 +349,23 @@ class Control:
                 world.set_slots(replica, message.slots)
             case Stop():
                 world.at(world.now_s + world.options.unload_s, lambda: self._exit(node, replica_id, 0))
+            case Resize():
+                self._resize(node, replica, message)
+            case Start() | Sleep() | Wake():
+                raise AssertionError("not sent: this engine does not say that it sleeps")
             case _:
-                raise AssertionError(f"no replica here understands {message}")
+                assert_never(message)
+
+    def _resize(self, node: _Node, replica: SimReplica, message: Resize) -> None:
+        """Refused while pages that would go are in use, as a real engine would."""
+        pages = self._world.pages_of(replica, message.kv_bytes)
+        used = replica.engine.kv_pages - replica.engine.kv_pages_free
+        if pages < used:
+            changed = Changed(number=message.number, failure=f"{used} pages are in use, {pages} would stay")
+        else:
+            self._world.resize(replica, message.kv_bytes)
+            changed = Changed(number=message.number, kv_pages=pages)
+        self._agent(node, agents.ControlReceived(replica.replica, changed))
 
     def _drained(self, replica: SimReplica) -> None:
         replica.draining = False
@@ -344,9 +383,3 @@ class Control:
         self._node_of.pop(replica_id)
         self._world.end(replica)
         self._agent(node, agents.ProcessExited(replica_id, code))
-
-
-def _with_models(settings: SchedulerSettings, models_max: int) -> SchedulerSettings:
-    from dataclasses import replace
-
-    return replace(settings, models_per_device_max=models_max)

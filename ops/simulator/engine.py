@@ -93,6 +93,7 @@ class Engine:
         "_steps",
         "_sync_s",
         "_waiting",
+        "_worked_w",
         "active",
         "backlog_tokens",
         "end_s",
@@ -166,6 +167,8 @@ class Engine:
         self._slope_w = 0.0
         self._done_w = 0.0
         self._sync_s = 0.0
+        self._worked_w = 0.0
+        """Of the segments before."""
 
     # ------------------------------------------------------------------------------------------------------------ reads
 
@@ -193,6 +196,12 @@ class Engine:
         """All requests here, in order of admission and then of waiting."""
         return [*self._running.values(), *self._waiting]
 
+    def work_by_s(self, now_s: float) -> float:
+        """Work seconds so far: the time in which it ran, less where it shared its devices."""
+        if not self.active:
+            return self._worked_w
+        return self._worked_w + min(self._seg_w, self._done_w + (now_s - self._sync_s) * self.rate)
+
     def step_s(self) -> float:
         """How long a step with the present batch takes, in work seconds."""
         return self._const_s + self._request_s * self._batch + self._context_token_s * self._context
@@ -211,6 +220,7 @@ class Engine:
 
     def step(self, now_s: float) -> None:
         """The segment is over: tokens come out, those complete leave (into :attr:`finished`), the next segment begins."""
+        self._worked_w += self._seg_w
         steps = self._steps = self._steps + self._seg_steps
         self._context += self._batch * self._seg_steps
         if self._aborted:
@@ -256,6 +266,7 @@ class Engine:
     def take_all(self, now_s: float) -> list[Sequence]:
         """Ends all work at once. What it held, oldest first, with ``made`` telling the tokens of complete steps."""
         if self.active:
+            self._worked_w = self.work_by_s(now_s)
             ran = self._steps_by(now_s, begun=False)
             self._steps += ran
             self._context += self._batch * ran
@@ -336,6 +347,7 @@ class Engine:
     def _rest(self) -> None:
         self.active = False
         self._seg_steps = 0
+        self._seg_w = 0.0
         self.end_s = inf
         self.version += 1
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from ops.simulator.direct import Control
+from ops.simulator.control import Control
 from ops.simulator.metrics import Measured, Meter, Series, measure, merge_measured, summarise
 from ops.simulator.options import RunOptions
 from ops.simulator.types import PolicyContext, PolicyFactory, Result, Window, Workload

@@ -85,7 +85,7 @@ class World:
         self.now_s = start_s
         self.models = workload.models
         pool = workload.pool
-        self.devices = [SimDevice(number) for number in range(pool.devices)]
+        self.devices = [SimDevice(number, pool.shared_efficiency) for number in range(pool.devices)]
         for device in self.devices:
             device.busy_since_s = device.held_since_s = start_s
         self.records: list[ModelRecord] = [model.record(model.kv_bytes_alone(pool.device_bytes)) for model in self.models]
@@ -465,11 +465,14 @@ class World:
             replica.ready = False
             self.serving[replica.model].remove(replica)
 
+    def pages_of(self, replica: SimReplica, kv_bytes: int) -> int:
+        """How many pages such a KV budget is."""
+        return kv_bytes // (self.models[replica.model].kv_bytes_per_token * BLOCK_TOKENS)
+
     def resize(self, replica: SimReplica, kv_bytes: int) -> None:
         """Another KV budget."""
-        spec = self.models[replica.model]
         replica.kv_bytes = kv_bytes
-        replica.kv_pages = kv_bytes // (spec.kv_bytes_per_token * BLOCK_TOKENS)
+        replica.kv_pages = self.pages_of(replica, kv_bytes)
         most = max((s.input_tokens + s.output_tokens for s in replica.engine.sequences()), default=0)
         if most > replica.kv_pages * BLOCK_TOKENS:
             self.interrupt(replica)  # One of them could never finish here.
