@@ -16,10 +16,12 @@ SHARED_EFFICIENCY = 0.97
 class SimDevice:
     """One device. ``engines`` are the residents' engines that have work, in the order in which they got it."""
 
-    __slots__ = ("busy_s", "busy_since_s", "engines", "held_s", "held_since_s", "holds", "number")
+    __slots__ = ("busy_s", "busy_since_s", "efficiency", "engines", "held_s", "held_since_s", "holds", "number")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, efficiency: float = SHARED_EFFICIENCY) -> None:
         self.number = number
+        self.efficiency = efficiency
+        """While k engines have work at once, each runs at this over k."""
         self.engines: list[Engine] = []
         self.busy_s = 0.0
         """Time in which an engine worked, up to ``busy_since_s``."""
@@ -47,8 +49,12 @@ class SimDevice:
 
 def share(devices: tuple[SimDevice, ...]) -> float:
     """The rate of an engine that has work on all of ``devices``: that of the most crowded one."""
-    most = max(len(device.engines) for device in devices)
-    return 1.0 if most <= 1 else SHARED_EFFICIENCY / most
+    rate = 1.0
+    for device in devices:
+        count = len(device.engines)
+        if count > 1:
+            rate = min(rate, device.efficiency / count)
+    return rate
 
 
 def began(

@@ -110,6 +110,8 @@ class PoolSpec:
     host_bytes: int = 2_000 * GB
     """Host memory of a node for weights."""
     models_per_device_max: int = 4
+    shared_efficiency: float = 0.97
+    """While k engines of one device have work at once, each runs at this over k: below 1, time slices without any gain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
