@@ -1,0 +1,62 @@
+"""What a day and a week look like for one series: the usual rate in each piece of five minutes (SCH-5)."""
+
+from __future__ import annotations
+
+from array import array
+
+BIN_S = 300
+DAY_BINS = 86_400 // BIN_S
+WEEK_BINS = 7 * DAY_BINS
+_DAY_SHARE = 0.35
+"""How much a new day counts against all earlier ones; the last five days make up nine tenths."""
+_WEEK_SHARE = 0.5
+_UNKNOWN = -1.0
+
+
+class _Table:
+    """Running means of one cycle; bins that were never seen are unknown."""
+
+    def __init__(self, bins: int, share: float) -> None:
+        self._share = share
+        self._rates = array("f", [_UNKNOWN]) * bins
+
+    def learn(self, bin_number: int, rate: float) -> None:
+        place = bin_number % len(self._rates)
+        old = self._rates[place]
+        self._rates[place] = rate if old < 0 else old + self._share * (rate - old)
+
+    def rate(self, bin_number: int) -> float | None:
+        """The bin with half the weight and its neighbours with a quarter each, since one bin of one day is noisy."""
+        bins = len(self._rates)
+        own = self._rates[bin_number % bins]
+        if own < 0:
+            return None
+        before, after = self._rates[(bin_number - 1) % bins], self._rates[(bin_number + 1) % bins]
+        return 0.5 * own + 0.25 * (own if before < 0 else before) + 0.25 * (own if after < 0 else after)
+
+
+class Seasons:
+    """Rates by time of day, and from the second week on by time of week. Numbers of bins count from the Unix epoch."""
+
+    def __init__(self) -> None:
+        self._day: _Table | None = None
+        self._week: _Table | None = None
+        self._first: int | None = None
+
+    def learn(self, bin_number: int, rate: float) -> None:
+        """A bin is over that was heard for most of its time."""
+        if self._day is None or self._first is None:
+            self._day, self._first = _Table(DAY_BINS, _DAY_SHARE), bin_number
+        self._day.learn(bin_number, rate)
+        if self._week is None and bin_number - self._first >= DAY_BINS:
+            self._week = _Table(WEEK_BINS, _WEEK_SHARE)
+        if self._week is not None:
+            self._week.learn(bin_number, rate)
+
+    def day_rate(self, bin_number: int) -> float | None:
+        """The usual rate at this time of day; None where no earlier day was seen."""
+        return None if self._day is None else self._day.rate(bin_number)
+
+    def week_rate(self, bin_number: int) -> float | None:
+        """The usual rate at this time of the week; None where no earlier week was seen."""
+        return None if self._week is None else self._week.rate(bin_number)
