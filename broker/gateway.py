@@ -31,6 +31,7 @@ from broker.core.admission import (
     unknown_model,
     yields_at_s,
 )
+from broker.core.recent_requests import RecentRequests
 from broker.core.request_events import (
     Cancelled,
     ClientLeft,
@@ -62,6 +63,7 @@ from subjects.messages import (
     ModelRecord,
     PoolDigest,
     RequestProfile,
+    RequestQuestion,
     Usage,
 )
 from subjects.tasks import Tasks
@@ -124,6 +126,7 @@ class Gateway:
         self._shell = RequestShell(bus, self.ingress, self, queue_shards=self._options.queue_shards)
         self._lengths = OutputLengths()
         self._live: dict[RequestId, _Live] = {}
+        self._recent = RecentRequests()
         self._requests = 0
         self._opening = 0
         self._telemetry_sequence = 0
@@ -138,6 +141,7 @@ class Gateway:
         self._bus_back = asyncio.Event()
         self._loops = Tasks(self.broke)
         self._resubmits = Tasks(self.broke)
+        self._questions = Tasks(lambda error: log.error("a question was not answered", error=place_of(error)))
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a part of the gateway ended that must not: the process should end too, and be started again."""
         self._subscriptions: list[Subscription] = []
@@ -150,6 +154,7 @@ class Gateway:
         self._bus.on_reconnected(self._bus_back.set)
         await self._shell.start()
         self._subscriptions.append(await self._bus.subscribe(names.POOL, self._on_digest))
+        self._subscriptions.append(await self._bus.subscribe(names.why(self.ingress), self._on_question))
         self._loops.spawn(self._read_registry(), self._send_telemetry())
 
     async def drain(self, timeout_s: float) -> None:
@@ -169,6 +174,7 @@ class Gateway:
         """Ends all tasks; the bus is the caller's."""
         self._draining = True
         await self._resubmits.end()
+        await self._questions.end()
         await self._loops.end()
         for subscription in self._subscriptions:
             await subscription.stop()
@@ -399,6 +405,8 @@ class Gateway:
         if refusal is not None:
             raise _api_error(refusal)
         self._live[request] = live
+        arrived_unix_s = time.time() - (time.monotonic() - live.arrived_s)
+        self._recent.arrived(request, live.view.record.name, live.profile, live.arrived_s, arrived_unix_s)
         self._shell.step(
             RequestSubmitted(
                 request=request,
@@ -408,6 +416,7 @@ class Gateway:
                 deadline_s=live.deadline_s,
                 cache_salt=tenant_salt(live.ask.tenant).hex(),
                 yields_at_s=yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
+                sla=live.view.record.sla,
             )
         )
         if self._admission.waiting(live.view.record.model_hash, live.profile.sla_class) == 1:
@@ -427,6 +436,7 @@ class Gateway:
         if live is None:
             return
         self._admission.started(grant.request)
+        self._recent.granted(grant.request, grant.attempt, grant.replica, grant.waited_s)
         live.granted = True
         exchange = live.exchange
         exchange.replica, exchange.attempt = grant.replica, grant.attempt
@@ -440,6 +450,7 @@ class Gateway:
             return
         if live.first_output_s is None:
             live.first_output_s = time.monotonic()
+            self._recent.first_output(deliver.request, live.first_output_s)
             self.metrics.of(live.view.record.name).ttft_s.observe(live.first_output_s - live.arrived_s)
         if deliver.delta.finish_reason is not None:
             live.finish_reasons.append(deliver.delta.finish_reason)
@@ -455,6 +466,7 @@ class Gateway:
             return
         live.granted = False
         self._admission.requeued(restart.request)
+        self._recent.restarted(restart.request)
         self.metrics.of(live.view.record.name).attempts.inc()
         # Not the reason: it may be an engine's error, which may quote the prompt.
         log.info("a request waits again", request=restart.request, attempt=restart.attempt, lost=live.exchange.replica)
@@ -462,6 +474,7 @@ class Gateway:
     def ended(self, end: EndRequest) -> None:
         """The request has ended."""
         self._admission.ended(end.request)
+        self._remember(end)
         live = self._live.pop(end.request, None)
         if live is None:
             return
@@ -485,6 +498,19 @@ class Gateway:
                 assert_never(end.outcome)
         if not self._live:
             self._idle.set()
+
+    def _remember(self, end: EndRequest) -> None:
+        now_s = time.monotonic()
+        match end.outcome:
+            case Finished(usage=usage):
+                tokens = usage.completion_tokens if usage is not None else None
+                self._recent.ended(end.request, now_s, status=200, output_tokens=tokens)
+            case CoreFailed() as failed:
+                self._recent.ended(end.request, now_s, status=failed.status, code=failed.code or "")
+            case Cancelled():
+                self._recent.ended(end.request, now_s, status=499, code="client_left")
+            case _:
+                assert_never(end.outcome)
 
     def discarded(self, kind: str) -> None:
         """A message could not be decoded and was dropped (PAINS O2)."""
@@ -557,6 +583,19 @@ class Gateway:
     def _on_record(self, key: str, entry: KvEntry | None) -> None:
         self._registry_changes += 1
         self._models.record_changed(key, entry)
+
+    def _on_question(self, message: BusMessage) -> None:
+        try:
+            question = decode(message.payload, RequestQuestion)
+        except DecodeError:
+            self.discarded("question")
+            return
+        if message.reply:
+            self._questions.spawn(self._tell(message.reply, question.request))
+
+    async def _tell(self, reply: str, request: RequestId) -> None:
+        with suppress(BusError):
+            await self._bus.publish(reply, encode(self._recent.story(request, time.monotonic())))
 
     def _on_digest(self, message: BusMessage) -> None:
         self._take_digest(message.payload)

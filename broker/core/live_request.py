@@ -11,7 +11,7 @@ import msgspec
 from broker.core.request_events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S
 from subjects.bus import Stored
 from subjects.ids import ReplicaId, RequestId
-from subjects.messages import Delta, Grant, RequestProfile, SlaClass
+from subjects.messages import Delta, Grant, RequestProfile, Sla, SlaClass
 
 GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 """A token id takes up to five bytes on the wire."""
@@ -92,6 +92,8 @@ class LiveRequest:
     wait_until_s: float
     deadline_s: float
     yields_at_s: float = inf
+    sla: Sla | None = None
+    """Its model's targets."""
     """When it can no longer meet its first-token target, and from then on waits behind those that can."""
     state: State | None = None
     attempt: int = 1

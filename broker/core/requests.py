@@ -17,7 +17,7 @@ from math import ceil, inf
 from typing import assert_never
 
 from broker.core.agenda import Agenda
-from broker.core.demand import DemandLedger
+from broker.core.demand import DemandLedger, within_slo
 from broker.core.live_request import TRANSITIONS, LiveRequest, State, Taken
 from broker.core.request_events import (
     HELD_EVERY_S,
@@ -236,6 +236,7 @@ class RequestCore:
             wait_until_s=event.wait_until_s,
             deadline_s=event.deadline_s,
             yields_at_s=event.yields_at_s,
+            sla=event.sla,
             waits_since_s=now_s,
         )
         self._live[event.request] = live
@@ -477,11 +478,14 @@ class RequestCore:
         match outcome:
             case Finished():
                 first_s = now_s if live.first_sent_s is None else live.first_sent_s
+                output_tokens = outcome.usage.completion_tokens if outcome.usage else sum(live.next_indexes())
+                ttft_s, latency_s = first_s - live.submitted_s, now_s - live.submitted_s
                 self._demand.finished(
                     live.profile,
-                    output_tokens=outcome.usage.completion_tokens if outcome.usage else sum(live.next_indexes()),
-                    ttft_s=first_s - live.submitted_s,
-                    latency_s=now_s - live.submitted_s,
+                    output_tokens=output_tokens,
+                    ttft_s=ttft_s,
+                    latency_s=latency_s,
+                    within_slo=live.sla is not None and within_slo(live.sla, ttft_s, latency_s, output_tokens),
                 )
             case Failed():
                 self._demand.failed(live.profile)

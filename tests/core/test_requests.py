@@ -30,6 +30,7 @@ from subjects.messages import (
     RequestKind,
     RequestProfile,
     Resend,
+    Sla,
     SlaClass,
     Usage,
 )
@@ -94,7 +95,9 @@ class Gateway:
         self.now_s += after_s
         return [brief(command) for command in self.core.step(self.now_s, event)]
 
-    def submit(self, request: RequestId = R, *, offer_to: ReplicaId | None = None, **fields: Any) -> list[str]:
+    def submit(
+        self, request: RequestId = R, *, offer_to: ReplicaId | None = None, sla: Sla | None = None, **fields: Any
+    ) -> list[str]:
         """A request that may wait 20 s and last 100 s."""
         body = fields.pop("body", b"{}")
         return self(
@@ -105,6 +108,7 @@ class Gateway:
                 wait_until_s=self.now_s + 20,
                 deadline_s=self.now_s + 100,
                 offer_to=offer_to,
+                sla=sla,
             )
         )
 

@@ -7,7 +7,7 @@ import pytest
 from broker.core import request_events as e
 from broker.core.live_request import State
 from subjects.ids import ReplicaId, RequestId
-from subjects.messages import Claim, FailureKind, PoolDigest, PoolModel, Usage
+from subjects.messages import Claim, FailureKind, PoolDigest, PoolModel, Sla, Usage
 from tests.core.test_requests import (
     MODEL,
     OTHER,
@@ -63,6 +63,21 @@ def test_times_and_tokens_of_a_finished_request() -> None:
         (row,) = gateway.core.take_demand(4.0)
         assert (row.finished, row.input_tokens, row.output_tokens) == (1, 3, output_tokens)
         assert (row.ttft_s_sum, row.latency_s_sum) == (2.0, 3.5)
+
+
+@pytest.mark.parametrize(("ttft_ms", "tpot_ms", "within"), [(2000, 500, 1), (1999, 500, 0), (2000, 499, 0)])
+def test_a_finished_request_met_its_targets_or_not(ttft_ms: int, tpot_ms: int, within: int) -> None:
+    """Its first token came after 2 s and three more in 1.5 s: the mean counts, and both targets must be met."""
+    gateway = Gateway()
+    gateway.submit(sla=Sla(ttft_p95_ms=ttft_ms, tpot_ms=tpot_ms))
+    gateway.claim()
+    gateway.now_s = 2.0
+    gateway.frames(delta(0, 1))
+    gateway.now_s = 3.5
+    gateway.frames(delta(1, 3))
+    gateway.frames(delta(4, 0, finish_reason="stop", end=True))
+    (row,) = gateway.core.take_demand(4.0)
+    assert (row.finished, row.within_slo) == (1, within)
 
 
 def test_a_failed_request_counts_as_failed_and_a_left_one_as_nothing() -> None:
