@@ -63,7 +63,6 @@ from subjects.messages import (
     ModelRecord,
     PoolDigest,
     RequestProfile,
-    RequestQuestion,
     Usage,
 )
 from subjects.tasks import Tasks
@@ -585,13 +584,8 @@ class Gateway:
         self._models.record_changed(key, entry)
 
     def _on_question(self, message: BusMessage) -> None:
-        try:
-            question = decode(message.payload, RequestQuestion)
-        except DecodeError:
-            self.discarded("question")
-            return
         if message.reply:
-            self._questions.spawn(self._tell(message.reply, question.request))
+            self._questions.spawn(self._tell(message.reply, RequestId(message.payload[:128].decode(errors="replace"))))
 
     async def _tell(self, reply: str, request: RequestId) -> None:
         with suppress(BusError):

@@ -811,6 +811,44 @@ class Overrides(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Override, ...] = ()
 
 
+# ---------------------------------------------------------------------------------------------------- a request explained
+
+
+class RequestAttempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica that had the request."""
+
+    attempt: int
+    replica: ReplicaId
+    waited_s: float
+    """From when it began to wait (again) until this grant."""
+    lost: bool = False
+    """The replica was lost, busy or drained, and the request waited again."""
+
+
+class RequestStory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway still knows of a request: numbers, never the prompt or the answer. Durations count from its arrival."""
+
+    request: RequestId
+    known: bool
+    """False: it was never here, or is forgotten."""
+    model: str = ""
+    sla_class: SlaClass = SlaClass.SILVER
+    lane: Lane = Lane.SMALL
+    input_tokens: int = 0
+    expected_output_tokens: int = 0
+    output_tokens: int | None = None
+    arrived_unix_s: float = 0.0
+    age_s: float = 0.0
+    """When this was told, or at its end."""
+    state: str = ""
+    """``waiting``, ``running`` or ``ended``."""
+    attempts: tuple[RequestAttempt, ...] = ()
+    first_output_s: float | None = None
+    status: int = 0
+    """HTTP status of its end; 0 while it has none."""
+    code: str = ""
+
+
 # ------------------------------------------------------------------------------------------------------ control, alerts
 
 

@@ -74,6 +74,11 @@ def out(ingress: IngressId) -> str:
     return f"{PREFIX}.out.{_token(ingress)}"
 
 
+def why(ingress: IngressId) -> str:
+    """Where a gateway tells what became of a request: asked with its id, answered with a ``RequestStory``."""
+    return f"{PREFIX}.why.{_token(ingress)}"
+
+
 def back(replica: ReplicaId) -> str:
     """Where a replica hears from gateways: ``Held``, ``Resend``, ``Cancel``."""
     return f"{PREFIX}.back.{_token(replica)}"
