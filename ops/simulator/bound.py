@@ -4,13 +4,14 @@ Everything here is a lower bound on what the simulator counts as GPU-hours, unde
 keeps ``share`` of each model's requests within their SLO. The argument, for one model (``d f e`` are the constant, per
 request and per context token parts of a step, ``b c`` those of a prefill, ``T`` the target of the mean TPOT):
 
-**Work.** A device that two replicas share is not faster for it, so the device time of all engine steps is at most the time
-for which devices hold something. A step with the requests R, of contexts c_r, takes ``d + sum over R (f + e c_r)``; for one
-whose prompt is prefilled in it, ``b L + c L**2`` stands in place of ``f + e c_r``. All but ``d`` belongs to one request.
-``d`` is shared: what of it a request bears per step (its *share*) is a price, and a rule for it is valid when in every
-possible step the shares of the charged requests sum to at most what there is. Four such rules:
+**Work.** A device that two replicas share is not faster for it (if a pool says it is, work counts that much less), so the
+device time of all engine steps is at most the time for which devices hold something. A step with the requests R, of
+contexts c_r, takes ``d + sum over R (f + e c_r)``; for one whose prompt is prefilled in it, ``b L + c L**2`` stands in
+place of ``f + e c_r``. All but ``d`` belongs to one request. ``d`` is shared: what of it a request bears per step (its
+*share*) is a price, and a rule for it is valid when in every possible step the shares of the charged requests sum to at
+most what there is. Four such rules:
 
-- ``slots``: at most ``SLOTS_MAX`` requests are in a step, so each bears ``d / SLOTS_MAX``.
+- ``slots``: at most ``slots`` requests are in a step, so each bears ``d / slots``.
 - ``pages``: their contexts fit in the K tokens of KV that the replica's devices hold beside the weights: ``d c_r / K``.
 - ``pace``: take any schedule and let s_j be the time of step j. Each charged request r has
   ``sum of s_j over its n_r - 1 decode steps <= (n_r - 1) T``: a mean, so single steps may be longer. With multipliers
@@ -55,7 +56,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
-from ops.simulator.types import DEVICE_BYTES, SLOTS_MAX, SimModel, Trace, Window, Workload
+from ops.simulator.types import DEVICE_BYTES, SimModel, Trace, Window, Workload
 from subjects.messages import StepCosts
 
 Floats = npt.NDArray[np.float64]
@@ -131,7 +132,7 @@ def _work_s(
     shared_s: Floats = np.zeros(len(inputs))
     match sharing:
         case Sharing.SLOTS:
-            shared_s += (steps + 1) * (d / SLOTS_MAX)
+            shared_s += (steps + 1) * (d / model.slots)
         case Sharing.PAGES:
             tokens_max = model.kv_bytes_alone(device_bytes) / model.kv_bytes_per_token
             contexts = (steps + 1) * (inputs + steps / 2)
@@ -175,7 +176,6 @@ class _Requests:
     """When the last token must have come."""
     step_s_min: Floats
     """Least time of one of its decode steps."""
-    may_fail: int
 
     @property
     def first_s_max(self) -> Floats:
@@ -187,7 +187,7 @@ class _Requests:
         return np.asarray(np.clip(self.steps - after, 0, self.steps), np.int64)
 
 
-def _requests(workload: Workload, trace: Trace, window: Window, share: float, factors: Sequence[float]) -> list[_Requests]:
+def _requests(workload: Workload, trace: Trace, window: Window, factors: Sequence[float]) -> list[_Requests]:
     inside = (trace.arrival_s >= window.begin_s) & (trace.arrival_s < window.end_s)
     found = []
     for index, profile in enumerate(workload.models):
@@ -208,7 +208,6 @@ def _requests(workload: Workload, trace: Trace, window: Window, share: float, fa
                 steps=steps,
                 latest_s=arrival_s + model.ttft_s + model.tpot_s * steps,
                 step_s_min=np.maximum(costs.step_const_s + own_s, 1e-9),
-                may_fail=math.floor((1.0 - share) * len(mine) + 1e-9),
             )
         )
     return found
@@ -316,52 +315,64 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """The least device time for one window and what it is made of, in device-hours."""
+class Charges:
+    """A window's device-seconds, charged to the requests that arrived there, by model. Those of several windows add up."""
 
-    gpu_hours: float
+    models: tuple[Floats, ...]
     hours: float
-    work_gpu_hours: float
-    """The part that came from pieces in which work was the greater."""
-    residency_gpu_hours: float
+    work_part: float
+    """Of the sum, what came from pieces in which work was more than residency."""
     arriving_gpu_hours: float
-    """Least work of everything that arrives in the window, done in it or not, and nothing left out: no bound on the window's
-    cost, but near one on what a long run of such windows costs."""
-
-    @property
-    def gpus(self) -> float:
-        """Devices on average."""
-        return self.gpu_hours / self.hours
+    """Least work of everything that arrives, done in the window or not, and nothing left out. No bound on the window's cost,
+    but near one on what a long run of such windows costs."""
 
 
-def bound_of(
-    workload: Workload, trace: Trace, window: Window, share: float = 0.99, factors: Sequence[float] | None = None
-) -> Bound:
-    """The bound with its parts. ``share`` of each model's requests are within their SLO; ``factors`` are by model."""
-    models = _requests(workload, trace, window, share, factors or [1.0] * len(workload.models))
+def charges_of(workload: Workload, trace: Trace, window: Window, factors: Sequence[float] | None = None) -> Charges:
+    """The charges of one window. ``factors`` are the least of each model: how many times its profile's times it takes."""
+    models = _requests(workload, trace, window, factors or [1.0] * len(workload.models))
     piece = _best(workload, models, window.begin_s, window.end_s)
-    total_s = 0.0
-    for requests, charges in zip(models, piece.charges, strict=True):
-        kept = np.sort(charges)[: len(charges) - requests.may_fail]
-        total_s += float(kept.sum())
     arriving_s = sum(
         float(least_work_s(r.model, r.inputs, r.steps + 1, device_bytes=workload.pool.device_bytes).sum()) for r in models
     )
-    of_work = piece.work_s / piece.total_s if piece.total_s > 0 else 0.0
-    return Bound(
-        gpu_hours=total_s / 3600,
+    return Charges(
+        models=tuple(piece.charges),
         hours=(window.end_s - window.begin_s) / 3600,
-        work_gpu_hours=total_s * of_work / 3600,
-        residency_gpu_hours=total_s * (1 - of_work) / 3600,
+        work_part=piece.work_s / piece.total_s if piece.total_s > 0 else 1.0,
         arriving_gpu_hours=arriving_s / 3600,
     )
+
+
+def least_gpu_hours(windows: Sequence[Charges], share: float = 0.99) -> float:
+    """GPU-hours of some windows together below which no schedule can keep ``share`` of each model's requests within SLO."""
+    total_s = 0.0
+    for model in zip(*(window.models for window in windows), strict=True):
+        charges = np.sort(np.concatenate(model))
+        # The costliest may fail, in whichever window they are.
+        total_s += float(charges[: len(charges) - math.floor((1.0 - share) * len(charges) + 1e-9)].sum())
+    return total_s / 3600
 
 
 def bound(
     workload: Workload, trace: Trace, window: Window, share: float = 0.99, factors: Sequence[float] | None = None
 ) -> float:
-    """GPU-hours of the window below which no schedule can keep ``share`` of every model's requests within their SLO."""
-    return bound_of(workload, trace, window, share, factors).gpu_hours
+    """:func:`least_gpu_hours` of one window by itself."""
+    return least_gpu_hours([charges_of(workload, trace, window, factors)], share)
+
+
+def least_factors(workload: Workload, seed: int, error_sigma: float) -> list[float]:
+    """By model, how many times its profile's times it takes on its fastest device under this seed."""
+    from ops.simulator.device import error_factors
+
+    return [min(by_device) for by_device in error_factors(seed, len(workload.models), workload.pool.devices, error_sigma)]
+
+
+def bound_windows(workload: Workload, seed: int, share: float = 0.99, error_sigma: float | None = None) -> float:
+    """:func:`least_gpu_hours` of all windows of a workload, with the devices of this seed."""
+    from ops.simulator.options import RunOptions
+
+    factors = least_factors(workload, seed, RunOptions().error_sigma if error_sigma is None else error_sigma)
+    windows = [charges_of(workload, workload.trace(seed, window), window, factors) for window in workload.windows]
+    return least_gpu_hours(windows, share)
 
 
 def scaled(model: SimModel, factor: float) -> SimModel:
@@ -394,7 +405,8 @@ def _best(workload: Workload, models: list[_Requests], begin_s: float, end_s: fl
 
 def _piece(workload: Workload, models: list[_Requests], begin_s: float, end_s: float) -> _Piece:
     """The greater of work and residency in one piece."""
-    work = [_work_within(requests, begin_s, end_s, workload.pool.device_bytes) for requests in models]
+    gain = max(1.0, workload.pool.shared_efficiency)
+    work = [_work_within(requests, begin_s, end_s, workload.pool.device_bytes) / gain for requests in models]
     work_s = float(sum(charges.sum() for charges in work))
     load_s = min(workload.ladder.warm_s, workload.ladder.cold_s)
     resident = [_resident_within(requests, begin_s, end_s, load_s) for requests in models]
