@@ -129,6 +129,8 @@ class Control:
         self.core = SchedulerCore(settings, policy)
         self._incarnations = 0
         self._telemetries = 0
+        self._began_s = 0.0
+        self._ticks = 0
         self._sent_s: dict[OperationId, float] = {}
         self._node_of: dict[ReplicaId, _Node] = {}
         self._nodes: dict[WorkerId, _Node] = {}
@@ -164,6 +166,7 @@ class Control:
         self._after(self._lead)
 
     def _lead(self) -> None:
+        self._began_s = self._world.now_s
         self._scheduler(BusRoundTripMade())
         self._scheduler(RegistryLoaded(tuple(self._world.records)))
         self._scheduler(LeadershipGained(1))
@@ -171,6 +174,7 @@ class Control:
 
     def _tick(self) -> None:
         world = self._world
+        self._ticks += 1
         now_s = world.now_s
         world.refuse_late()
         for node in self._nodes.values():
@@ -181,7 +185,7 @@ class Control:
         self._scheduler(BusRoundTripMade())
         self._scheduler(Ticked(unix_s=now_s))
         self._meter.sample(world)
-        world.at(now_s + world.options.tick_s, self._tick)
+        world.at(self._began_s + self._ticks * world.options.tick_s, self._tick)
 
     def _after(self, action: Callable[[], None]) -> None:
         self._world.at(self._world.now_s + self._world.options.bus_s, action)

@@ -1,4 +1,4 @@
-"""Runs a policy on a workload's window, and many such runs on several processes.
+"""Runs a policy on a workload's window, and merges windows.
 
 ``run`` gives a :class:`Run`: the row of the table, lines over time, and what is needed to merge windows exactly. A policy
 that loads from afar always (attribute ``cold_loads = True``) gets the ladder's cold time for each load.
@@ -6,9 +6,7 @@ that loads from afar always (attribute ``cold_loads = True``) gets the ladder's 
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ops.simulator.control import Control
@@ -53,30 +51,3 @@ def merge(runs: Sequence[Run]) -> Run:
     """One over all windows of a workload, policy and seed, in the order given: counts add up, quantiles are exact."""
     measured = merge_measured([one.measured for one in runs])
     return Run(result=summarise(measured), series=tuple(s for one in runs for s in one.series), measured=measured)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A run for another process: everything in it must be picklable, so functions of modules and partials of them."""
-
-    make_workload: Callable[[], Workload]
-    policy_factory: PolicyFactory
-    seed: int
-    window: int = 0
-    """Which of the workload's windows."""
-    options: RunOptions | None = None
-
-
-def run_job(job: Job) -> Run:
-    """Runs it here."""
-    workload = job.make_workload()
-    return run(workload, job.policy_factory, job.seed, workload.windows[job.window], options=job.options)
-
-
-def run_many(jobs: Sequence[Job], processes: int) -> list[Run]:
-    """Runs all on so many fresh processes; results are in the order of the jobs."""
-    if processes <= 1 or len(jobs) <= 1:
-        return [run_job(job) for job in jobs]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-        return list(pool.map(run_job, jobs))
