@@ -133,9 +133,11 @@ class Scheduler:
         self.overrides = OverridesSync(bus, registry, leads=lambda: self.lease.holds, on_changed=self._overrides_changed)
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
         self.control = Control(
+            bus,
             self.core,
             self.registry,
             people,
+            self.journal.known,
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),

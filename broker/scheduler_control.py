@@ -11,13 +11,20 @@ from typing import Any
 import msgspec
 
 from broker.core.describe import model_state
+from broker.core.explain import explain_model, explain_transaction
+from broker.core.journal import TransactionLog
 from broker.core.placement import SchedulerCore
-from broker.core.planning import Outlook
-from broker.core.pool import Demand, Presence
+from broker.core.pool import Demand, Device, Presence
 from broker.people import People
 from broker.registry_sync import RegistrySync
-from subjects.errors import BusError, ConfigError
-from subjects.messages import ControlReply, ControlRequest, ModelRecord
+from subjects import names
+from subjects.bus import Bus
+from subjects.codec import decode
+from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout
+from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
+from subjects.messages import ControlReply, ControlRequest, Mode, ModelRecord, PoolModel, RequestStory
+
+ASK_GATEWAY_S_MAX = 2.0
 
 Row = dict[str, Any]
 
@@ -27,17 +34,21 @@ class Control:
 
     def __init__(
         self,
+        bus: Bus,
         core: SchedulerCore,
         registry: RegistrySync,
         people: People,
+        transactions: TransactionLog,
         *,
         now_s: Callable[[], float],
         unix_offset_s: Callable[[], float],
         unload: Callable[[str], None],
     ) -> None:
+        self._bus = bus
         self._core = core
         self._registry = registry
         self._people = people
+        self._transactions = transactions
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
         self._unload = unload
@@ -46,6 +57,7 @@ class Control:
             "get": self._get,
             "unload": self._unload_model,
             "delete": self._delete,
+            "explain": self._explain,
             **people.verbs,
         }
 
@@ -72,8 +84,7 @@ class Control:
         for record in records:
             known = self._registry.records.get(record.name)
             stored = await self._registry.apply(record)
-            outlook = self._core.planner.outlook(self._now_s(), stored)
-            note = "unchanged" if stored is known else outlook.refusal
+            note = "unchanged" if stored is known else self._told(stored).refusal
             rows.append({"name": stored.name, "revision": stored.revision, "note": note})
         applied = {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
         for row, record in zip(rows, records, strict=True):
@@ -93,6 +104,48 @@ class Control:
         await self._registry.delete(record.name)
         await self._people.forget_model(record.name)
         return {"name": record.name, "deleted": True}
+
+    async def _explain(self, argument: Row) -> Row:
+        """A model by name or alias, a transaction, one of its operations, a replica, or a request, in this order."""
+        what = argument.get("what")
+        if not isinstance(what, str) or not what:
+            raise ConfigError("what: give a model, a transaction or operation, a replica, or a request id")
+        now_s = self._now_s()
+        unix_s = now_s + self._unix_offset_s()
+        names_known = {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
+        if what in names_known:
+            record = self._people.model({"model": what})
+            explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
+            return {"kind": "model", **msgspec.to_builtins(explained)}
+        transaction = self._transactions.find(what)
+        if transaction is not None:
+            told = explain_transaction(self._core, transaction, now_s, unix_s)
+            return {"kind": "transaction", **msgspec.to_builtins(told)}
+        replica = self._core.pool.replicas.get(ReplicaId(what))
+        if replica is not None and (of := self._core.catalogue.of_hash(replica.report.model_hash)) is not None:
+            explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
+            return {"kind": "model", **msgspec.to_builtins(explained)}
+        return {"kind": "request", **msgspec.to_builtins(await self._story(what))}
+
+    async def _story(self, request: str) -> RequestStory:
+        """What the gateway in the request's id knows of it."""
+        request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        ingress = base_name(request)
+        unknown = f"what: {request!r} is no model, transaction, operation or replica that is known here"
+        if not is_token(ingress):
+            raise ConfigError(f"{unknown}, and no request id")
+        try:
+            payload = await self._bus.request(names.why(IngressId(ingress)), request.encode(), timeout_s=ASK_GATEWAY_S_MAX)
+            story = decode(payload, RequestStory)
+        except NoResponders:
+            raise ConfigError(f"{unknown}, and no gateway {ingress!r} runs that could know a request") from None
+        except RequestTimeout:
+            raise ConfigError(f"what: the gateway {ingress!r} does not answer: try again") from None
+        except DecodeError as error:
+            raise ConfigError(f"what: the gateway {ingress!r} gave no answer that can be read ({error})") from None
+        if not story.known:
+            raise ConfigError(f"what: the gateway {ingress!r} does not know {RequestId(request)!r} (any more)")
+        return story
 
     async def _get(self, argument: Row) -> list[Row]:
         views = {
@@ -117,29 +170,40 @@ class Control:
         for record in core.catalogue.by_name():
             replicas = [r for r in core.pool.replicas_for(record.model_hash) if not r.dead]
             states = {r.report.state for r in replicas}
-            outlook = core.planner.outlook(now_s, record)
+            told = self._told(record)
             asked = demand.get(record.model_hash, Demand())
             rows.append(
                 {
                     "name": record.name,
-                    "state": model_state(states, refused=bool(outlook.refusal)),
+                    "state": model_state(states, refused=bool(told.refusal)),
                     "replicas": len(core.pool.open_replicas(record.model_hash)),
                     "class": record.sla_class.value,
                     "waiting": asked.waiting,
                     "running": asked.running,
                     "budget_bytes": record.budget_bytes,
-                    "note": self._note(record, outlook),
+                    "note": self._note(record),
                 }
             )
         return rows
 
-    def _note(self, record: ModelRecord, outlook: Outlook) -> str:
+    def _note(self, record: ModelRecord) -> str:
+        catalogue = self._core.catalogue
+        mode = catalogue.mode(record.model_hash)
         notes = [
-            "pinned" if self._core.catalogue.pinned(record) else "",
+            "locked" if catalogue.locked(record.model_hash) else "",
+            f"mode {mode.value}" if mode is not Mode.ACT else "",
+            "pinned" if catalogue.pinned(record) else "",
             "random weights" if record.random_weights else "",
-            outlook.refusal,
+            self._told(record).refusal,
         ]
         return "; ".join(note for note in notes if note)
+
+    def _told(self, record: ModelRecord) -> PoolModel:
+        """What the last digest said of a model. Asking the core again could change what it decides next."""
+        latest = self._core.digests.latest
+        models = latest.models if latest is not None else ()
+        nothing = PoolModel(model_hash=record.model_hash, name=record.name)
+        return next((model for model in models if model.name == record.name), nothing)
 
     def _replicas(self) -> list[Row]:
         core = self._core
@@ -167,15 +231,22 @@ class Control:
                 "worker": device.worker.worker,
                 "device": device.report.device,
                 "kind": device.report.kind.value,
+                "type": device.report.device_type,
                 "state": device.worker.presence.value,
                 "capacity_bytes": device.report.memory_bytes,
                 "charged_bytes": core.pool.room(device).charged_bytes,
                 "used_bytes": device.report.used_bytes,
                 "models": sorted(core.catalogue.name(model) for model in core.pool.room(device).models),
+                "note": self._device_note(device),
             }
             for device in core.pool.devices(usable=False)
             if device.worker.presence is not Presence.DEAD
         ]
+
+    def _device_note(self, device: Device) -> str:
+        pool, key = self._core.pool, device.key
+        notes = ["drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
+        return "; ".join(note for note in notes if note)
 
     def _queues(self) -> list[Row]:
         core, now_s = self._core, self._now_s()
@@ -185,14 +256,11 @@ class Control:
                 "waiting": demand.waiting,
                 "running": demand.running,
                 "oldest_wait_s": round(demand.oldest_wait_s, 3),
-                "estimated_wait_s": self._estimate(now_s, record),
+                "estimated_wait_s": round(self._told(record).estimated_wait_s, 1),
             }
             for model_hash, demand in sorted(core.pool.demand(now_s).items())
             if (record := core.catalogue.of_hash(model_hash)) is not None
         ]
-
-    def _estimate(self, now_s: float, record: ModelRecord) -> float:
-        return round(self._core.planner.outlook(now_s, record).estimated_wait_s, 1)
 
     def _timeline(self) -> list[Row]:
         entries = self._core.digests.timeline(self._unix_offset_s())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.people_cli import drain, explain, lock, mode, unlock
 from ops.simulate_cli import simulate
 
 _PORT = click.IntRange(0, 65535)
@@ -36,15 +37,6 @@ def _fail(text: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _run(main: Coroutine[Any, Any, Any]) -> Any:
-    import uvloop
-
-    try:
-        return uvloop.run(main)
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
 @click.group(cls=_Main, context_settings=_HELP)
 @click.version_option(package_name="carpool")
 def main() -> None:
@@ -58,33 +50,6 @@ def main() -> None:
       carpool apply -f my-models.yaml       declare models
       carpool get models                    what runs where
     """
-
-
-_nats = click.option(
-    "--nats",
-    "nats_url",
-    envvar="CARPOOL_NATS",
-    default="",
-    help="Bus to join, nats://host:port. Default: $CARPOOL_NATS, else the pool that `carpool up` runs here.",
-)
-_pool_name = click.option("--name", "pool_name", default="default", show_default=True, help="Which pool of this machine.")
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
-
-
-def _bus_url(nats_url: str, pool_name: str = "default") -> str:
-    if nats_url:
-        return nats_url
-    from ops.paths import pool_state
-    from ops.supervisor import running_pool
-    from subjects.errors import ConfigError
-
-    endpoints = running_pool(pool_state(pool_name))
-    if endpoints is None:
-        start = "carpool up" if pool_name == "default" else f"carpool up --name {pool_name}"
-        raise ConfigError(
-            f"no pool named {pool_name!r} runs on this machine: start it with `{start}`, or give --nats nats://host:4222"
-        )
-    return endpoints.nats_url
 
 
 # ------------------------------------------------------------------------------------------------------- running parts
@@ -102,7 +67,7 @@ def _bus_url(nats_url: str, pool_name: str = "default") -> str:
 @click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--no-worker", is_flag=True, help="Start no worker agent here.")
-@_pool_name
+@pool_name_option
 def up(
     host: str,
     port: int,
@@ -130,7 +95,7 @@ def up(
     records = records_of(files)  # A wrong file is told before anything starts.
     flags = [*(["--api-keys", str(api_keys)] if api_keys else []), *(["--allow-open"] if allow_open else [])]
     sys.exit(
-        _run(
+        run(
             run_up(
                 pool_name=pool_name,
                 host=host,
@@ -169,7 +134,7 @@ def _state_dir(given: Path | None, pool_name: str = "default") -> Path:
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--id", "name", default="gateway", show_default=True, help="Name of this gateway on the bus.")
 @_shards
-@_nats
+@nats_option
 def gateway(host: str, port: int, api_keys: Path | None, allow_open: bool, name: str, shards: int, nats_url: str) -> None:
     """Run one gateway: the OpenAI endpoint and the NATS ingress.
 
@@ -178,9 +143,9 @@ def gateway(host: str, port: int, api_keys: Path | None, allow_open: bool, name:
     """
     from ops import parts
 
-    urls = _bus_url(nats_url).split(",")
+    urls = bus_url(nats_url).split(",")
     sys.exit(
-        _run(
+        run(
             parts.gateway(
                 nats_urls=urls, name=name, host=host, port=port, api_keys=api_keys, allow_open=allow_open, shards=shards
             )
@@ -192,7 +157,7 @@ def gateway(host: str, port: int, api_keys: Path | None, allow_open: bool, name:
 @click.option("--id", "name", default="scheduler", show_default=True, help="Name of this scheduler on the bus.")
 @_shards
 @_state
-@_nats
+@nats_option
 def scheduler(name: str, shards: int, state_dir: Path | None, nats_url: str) -> None:
     """Run one scheduler; of several, one leads and the others stand by.
 
@@ -201,8 +166,8 @@ def scheduler(name: str, shards: int, state_dir: Path | None, nats_url: str) -> 
     """
     from ops import parts
 
-    urls = _bus_url(nats_url).split(",")
-    sys.exit(_run(parts.scheduler(nats_urls=urls, name=name, state_dir=_state_dir(state_dir), shards=shards)))
+    urls = bus_url(nats_url).split(",")
+    sys.exit(run(parts.scheduler(nats_urls=urls, name=name, state_dir=_state_dir(state_dir), shards=shards)))
 
 
 @main.command(short_help="Run one worker agent with this machine's devices.")
@@ -211,7 +176,7 @@ def scheduler(name: str, shards: int, state_dir: Path | None, nats_url: str) -> 
 @click.option("--id", "name", default="", help="Name of this worker on the bus. Default: the host's name.")
 @_shards
 @_state
-@_nats
+@nats_option
 def worker(devices: tuple[str, ...], threads: int, name: str, shards: int, state_dir: Path | None, nats_url: str) -> None:
     """Run one worker agent: it starts and ends the replicas on this machine's devices.
 
@@ -220,9 +185,9 @@ def worker(devices: tuple[str, ...], threads: int, name: str, shards: int, state
     """
     from ops import parts
 
-    urls = _bus_url(nats_url).split(",")
+    urls = bus_url(nats_url).split(",")
     sys.exit(
-        _run(
+        run(
             parts.worker(
                 nats_urls=urls,
                 name=name,
@@ -241,8 +206,8 @@ def worker(devices: tuple[str, ...], threads: int, name: str, shards: int, state
 @main.command(short_help="Declare models: the first request (or min_replicas) loads them.")
 @click.option("-f", "files", multiple=True, required=True, type=click.Path(path_type=Path), help="ModelService YAML.")
 @click.option("--dry-run", is_flag=True, help="Check the files and print what would be applied.")
-@_nats
-@_pool_name
+@nats_option
+@pool_name_option
 def apply(files: tuple[Path, ...], dry_run: bool, nats_url: str, pool_name: str) -> None:
     """Declare models: register them, so that the first request (or min_replicas) loads them.
 
@@ -252,17 +217,17 @@ def apply(files: tuple[Path, ...], dry_run: bool, nats_url: str, pool_name: str)
     """
     from ops.models import apply_records, records_of
 
-    bus_url = "" if dry_run else _bus_url(nats_url, pool_name)
-    _run(apply_records(records_of(files), nats_url=bus_url))
+    url = "" if dry_run else bus_url(nats_url, pool_name)
+    run(apply_records(records_of(files), nats_url=url))
 
 
-@main.command(short_help="Show models, replicas, devices, queues or the timeline.")
-@click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline"]))
-@_json
-@_nats
-@_pool_name
+@main.command(short_help="Show models, replicas, devices, queues, locks or the timeline.")
+@click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline", "locks"]))
+@json_option
+@nats_option
+@pool_name_option
 def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
-    """Show models, replicas, devices, queues, or the timeline of placement actions.
+    """Show models, replicas, devices, queues, people's locks, or the timeline of placement actions.
 
     \b
     carpool get models
@@ -270,18 +235,18 @@ def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
     """
     from ops.models import show
 
-    _run(show(what, as_json=as_json, nats_url=_bus_url(nats_url, pool_name)))
+    run(show(what, as_json=as_json, nats_url=bus_url(nats_url, pool_name)))
 
 
 def _verb(name: str, done: str, short: str, help_text: str) -> None:
     @main.command(name, short_help=short, help=f"{help_text}\n\n\b\ncarpool {name} smollm2")
     @click.argument("model")
-    @_nats
-    @_pool_name
+    @nats_option
+    @pool_name_option
     def command(model: str, nats_url: str, pool_name: str) -> None:
         from ops.control import control
 
-        _run(control(_bus_url(nats_url, pool_name), name, {"model": model}))
+        run(control(bus_url(nats_url, pool_name), name, {"model": model}))
         click.echo(f"{model}: {done}")
 
 
@@ -350,19 +315,19 @@ def schema() -> None:
 
 @main.command(short_help="Three real engines make room for each other on one CPU device.")
 @click.option("--keep", is_flag=True, help="Leave the pool running after the show, until Ctrl-C.")
-@_json
+@json_option
 def demo(keep: bool, as_json: bool) -> None:
     """Three real engines share one CPU device with room for two: watch them make room for each other."""
     from ops.demo import models_of_demo, run_demo
 
-    sys.exit(_run(run_demo(models_of_demo(quiet=as_json), keep=keep, as_json=as_json)))
+    sys.exit(run(run_demo(models_of_demo(quiet=as_json), keep=keep, as_json=as_json)))
 
 
 @main.command(short_help="Run the fixed oracles of a part on real processes.")
 @click.argument("part", type=click.Choice(["main-job"]))
 @click.option("--only", multiple=True, help="Run only this oracle of the part. May be repeated.")
 @click.option("--seed", default=0, show_default=True, help="Another seed gives other prompts and other bursts.")
-@_json
+@json_option
 def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
     """Run the fixed oracles of a part on real processes; exit code 0 when every bound held.
 
@@ -374,7 +339,7 @@ def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
 
     from ops.prove import prove as run_proof
 
-    result = _run(run_proof(part, lambda line: click.echo(f"prove: {line}", err=True), only, seed))
+    result = run(run_proof(part, lambda line: click.echo(f"prove: {line}", err=True), only, seed))
     click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
     sys.exit(0 if result["ok"] else 1)
 
@@ -383,7 +348,7 @@ def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
 @click.argument("what", type=click.Choice(["gateway"]))
 @click.option("--seconds", default=8.0, show_default=True, help="Length of each measurement.")
 @click.option("--connections", default=16, show_default=True, help="Connections of the load.")
-@_json
+@json_option
 def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
     """Measure the gateway beside a bare echo server in the same run.
 
@@ -396,11 +361,13 @@ def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
 
     assert what == "gateway"
     say = lambda line: click.echo(f"bench: {line}", err=True)  # noqa: E731
-    result = _run(bench_gateway(say, seconds=seconds, connections=connections))
+    result = run(bench_gateway(say, seconds=seconds, connections=connections))
     click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
 
 
 main.add_command(simulate)
+for command in (explain, lock, unlock, drain, mode):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,358 @@
+"""Why a model has what it has, and how a scale action went: what ``carpool explain`` tells (SCH-11).
+
+Everything here reads the core and changes nothing, not even a cache that a later decision would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from broker.core.describe import bytes_text, describe_need, model_state, seconds_text
+from broker.core.journal import Recorded, Step, TransactionLog
+from broker.core.placement import SchedulerCore
+from broker.core.pool import Demand, Device, Presence, Replica
+from broker.core.transaction import Stage, Transaction
+from subjects.ids import ReplicaId
+from subjects.messages import (
+    DrainReplica,
+    LoadModel,
+    Mode,
+    ModelRecord,
+    PoolModel,
+    ResizeKv,
+    SetConcurrency,
+    TimelineEntry,
+    UnloadReplica,
+    WorkerCommand,
+)
+
+ACTIONS_MAX = 10
+TRANSACTIONS_MAX = 5
+
+
+class ReplicaExplained(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica of the model."""
+
+    replica: ReplicaId
+    where: str
+    state: str
+    state_s: float
+    running: int
+    slots: int
+    budget_bytes: int
+    kv_bytes: int
+    weight: float
+    """Its routing weight: 1 is neutral."""
+    held_by: str
+    """Why nothing automatic may end it; empty when something may."""
+
+
+class StepExplained(msgspec.Struct, frozen=True, kw_only=True):
+    """A command of a transaction; times count from the transaction's begin."""
+
+    operation: str
+    what: str
+    sent_s: float
+    took_s: float | None
+    outcome: str
+    """``under way``, ``done``, or what went wrong."""
+
+
+class TransactionExplained(msgspec.Struct, frozen=True, kw_only=True):
+    """A scale action, step by step."""
+
+    transaction: str
+    kind: str
+    model: str
+    where: str
+    reason: str
+    begun_unix_s: float
+    took_s: float | None
+    outcome: str
+    """``done``, ``failed: ...``, or what it waits for."""
+    steps: tuple[StepExplained, ...]
+
+
+class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
+    """A model: what it has, why, what it waits for, and what would change it."""
+
+    model: str
+    state: str
+    mode: str
+    sla_class: str
+    min_replicas: int
+    max_replicas: int
+    needs: str
+    waiting: int
+    running: int
+    oldest_wait_s: float
+    estimated_wait_s: float
+    replicas: tuple[ReplicaExplained, ...]
+    why: tuple[str, ...]
+    waits_for: tuple[str, ...]
+    would_change: tuple[str, ...]
+    actions: tuple[TimelineEntry, ...]
+    """The latest, newest first."""
+    transactions: tuple[TransactionExplained, ...]
+    """The latest, newest first."""
+    next_look_s: float
+    """When the scheduler looks again if nothing happens."""
+
+
+def explain_model(
+    core: SchedulerCore, log: TransactionLog, record: ModelRecord, now_s: float, unix_s: float
+) -> ModelExplained:
+    """All about one model now."""
+    pool, catalogue = core.pool, core.catalogue
+    demand = pool.demand(now_s).get(record.model_hash, Demand())
+    replicas = sorted((r for r in pool.replicas_for(record.model_hash) if not r.dead), key=lambda r: r.replica)
+    told = _told(core, record)
+    refusal = told.refusal if told is not None else ""
+    actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
+    return ModelExplained(
+        model=record.name,
+        state=model_state({replica.report.state for replica in replicas}, refused=bool(refusal)),
+        mode=catalogue.mode(record.model_hash).value,
+        sla_class=record.sla_class.value,
+        min_replicas=record.min_replicas,
+        max_replicas=record.max_replicas,
+        needs=f"{describe_need(record).text}{f' on each of {record.gpus} devices' if record.gpus > 1 else ''}",
+        waiting=demand.waiting,
+        running=demand.running,
+        oldest_wait_s=round(demand.oldest_wait_s, 3),
+        estimated_wait_s=told.estimated_wait_s if told is not None else 0.0,
+        replicas=tuple(_replica(core, record, replica) for replica in replicas),
+        why=tuple(_why(core, record, refusal, actions)),
+        waits_for=tuple(_waits_for(core, record, now_s)),
+        would_change=tuple(_would_change(core, record, demand, replicas, now_s)),
+        actions=tuple(actions[:ACTIONS_MAX]),
+        transactions=tuple(
+            explain_transaction(core, one, now_s, unix_s)
+            for one in log.of_model(record.model_hash, latest_max=TRANSACTIONS_MAX)
+        ),
+        next_look_s=round(max(0.0, core.next_wake_s - now_s), 3),
+    )
+
+
+def _told(core: SchedulerCore, record: ModelRecord) -> PoolModel | None:
+    """What gateways were told of it last."""
+    latest = core.digests.latest
+    return next((model for model in latest.models if model.name == record.name), None) if latest is not None else None
+
+
+def _replica(core: SchedulerCore, record: ModelRecord, replica: Replica) -> ReplicaExplained:
+    report = replica.report
+    leaves = replica.replica in core.pool.leaving
+    return ReplicaExplained(
+        replica=replica.replica,
+        where=f"{replica.worker}/{'+'.join(replica.devices)}",
+        state=f"{report.state.value}, leaving" if leaves else report.state.value,
+        state_s=round(report.state_s, 1),
+        running=report.running,
+        slots=report.slots,
+        budget_bytes=report.budget_bytes,
+        kv_bytes=report.kv_bytes,
+        weight=core.digests.weight(replica.replica),
+        held_by=_held_by(core, record, replica),
+    )
+
+
+def _held_by(core: SchedulerCore, record: ModelRecord, replica: Replica) -> str:
+    if core.catalogue.locked(record.model_hash):
+        return "its model is locked"
+    if core.pool.replica_locked(replica):
+        return "it or its device is locked"
+    if core.catalogue.pinned(record):
+        return "its model is pinned"
+    if 0 < len(core.pool.open_replicas(record.model_hash)) <= record.min_replicas:
+        return f"needed for the minimum of {record.min_replicas}"
+    return ""
+
+
+# -------------------------------------------------------------------------------------------------------------- reasons
+
+
+def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequence[TimelineEntry]) -> list[str]:
+    catalogue = core.catalogue
+    model = catalogue.model(record.model_hash)
+    lines: list[str] = []
+    note = core.notes.get(record.model_hash)
+    if note:
+        lines.append(f"{core.policy.name if core.policy is not None else 'policy'}: {note}")
+    if refusal:
+        lines.append(f"requests are refused: it {refusal}")
+    if catalogue.locked(record.model_hash):
+        lines.append("a person locked it: nothing automatic starts, stops or changes its replicas")
+    if catalogue.mode(record.model_hash) is not Mode.ACT:
+        lines.append(f"its mode is {catalogue.mode(record.model_hash).value}: the policy's decisions are not carried out")
+    if catalogue.pinned(record):
+        lines.append("it is pinned: nothing evicts it")
+    if model.held_down:
+        lines.append("a person unloaded it, and nobody has asked for it since")
+    if model.failures:
+        lines.append(f"its last load failed: {model.failure}")
+    decided = next((entry for entry in actions if entry.reason), None)
+    if decided is not None:
+        outcome = decided.outcome or "under way"
+        lines.append(f"last decision: {decided.action} on {decided.device or 'no device'}: {decided.reason} ({outcome})")
+    elif not lines:
+        lines.append("nothing was decided about it yet")
+    return lines
+
+
+def _waits_for(core: SchedulerCore, record: ModelRecord, now_s: float) -> list[str]:
+    lines = []
+    for transaction in core.transactions.running.values():
+        comes = transaction.record is not None and transaction.record.model_hash == record.model_hash
+        goes = any(victim.model_hash == record.model_hash and not victim.gone for victim in transaction.victims.values())
+        if comes or goes:
+            lines.append(f"{core.epoch}-{transaction.number}: {stage_text(transaction, now_s)}")
+    model = core.catalogue.model(record.model_hash)
+    if model.retry_s > now_s:
+        lines.append(f"no load before {seconds_text(model.retry_s - now_s)} have passed, after {model.failures} failed")
+    return lines
+
+
+def stage_text(transaction: Transaction, now_s: float) -> str:
+    """What a running transaction waits for, and since when."""
+    since = seconds_text(now_s - transaction.stage_s)
+    match transaction.stage:
+        case Stage.LEAVING:
+            left = ", ".join(victim.replica for victim in transaction.victims.values() if not victim.gone)
+            return f"{left} drains and unloads, since {since} (drain bound {transaction.drain_s:g} s)"
+        case Stage.WAITING:
+            return f"waits for room on {'+'.join(transaction.devices)}, since {since}"
+        case Stage.LOADING:
+            return f"{transaction.replica or transaction.replica_name} loads, since {since}"
+        case Stage.CHANGING:
+            return f"the replica is being changed, since {since}"
+        case Stage.DONE | Stage.ABORTED:
+            return "over"
+
+
+def _would_change(
+    core: SchedulerCore, record: ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
+) -> list[str]:
+    catalogue, settings = core.catalogue, core.settings
+    model = catalogue.model(record.model_hash)
+    mode = catalogue.mode(record.model_hash)
+    lines: list[str] = []
+    if catalogue.locked(record.model_hash):
+        lines.append(f"`carpool unlock {record.name}`: the scheduler decides about it again")
+    if mode is not Mode.ACT:
+        lines.append(f"`carpool mode {record.name} act`: what the policy decides is carried out")
+    if catalogue.pinned(record):
+        lines.append(f"`carpool unpin {record.name}`: others may take its room")
+    lines.extend(
+        f"`carpool unlock --device {device}`: that device takes part again" for device in _closed_devices(core, replicas)
+    )
+    if model.failures:
+        lines.append(f"`carpool apply` of a corrected service: its {model.failures} failed loads are forgotten")
+    if core.policy is not None and (kinds := _kinds_without_costs(core, record)):
+        lines.append(f"costs on {', '.join(kinds)} (`resources.costs`): without them its capacity there is unknown")
+    serving = [replica for replica in replicas if replica.replica not in core.pool.leaving]
+    if not serving and not catalogue.locked(record.model_hash):
+        lines.append(_what_a_request_does(core, record))
+    elif demand.waiting and len(serving) >= record.max_replicas:
+        lines.append(f"a higher max_replicas: it has {len(serving)} of at most {record.max_replicas}")
+    if serving and not record.min_replicas and not catalogue.pinned(record) and not demand.any:
+        lines.append("requests for models that lack room: it is idle, so it leaves before busy ones")
+        if settings.idle_unload_s is not None:
+            lines.append(f"{settings.idle_unload_s:g} s without a request: it is unloaded")
+    return lines
+
+
+def _what_a_request_does(core: SchedulerCore, record: ModelRecord) -> str:
+    """What the next request for an unloaded model brings about, as far as the room tells."""
+    usable = [device for device in core.pool.devices(usable=True) if device.report.memory_bytes >= record.budget_bytes]
+    if not usable:
+        return "a device with enough memory: none that may take work is large enough"
+    free = max(usable, key=lambda device: (core.pool.room(device).free_planned_bytes, device.key))
+    free_bytes = core.pool.room(free).free_planned_bytes
+    if free_bytes >= record.budget_bytes:
+        return f"a request: it is loaded, {bytes_text(free_bytes)} are free on {'/'.join(free.key)}"
+    room = f"{bytes_text(record.budget_bytes)} needed, at most {bytes_text(max(0, free_bytes))} free"
+    bound_s = core.settings.minority_wait_s_max
+    return f"a request: others leave for it ({room}); idle ones at once, busy ones after {bound_s:g} s"
+
+
+def _kinds_without_costs(core: SchedulerCore, record: ModelRecord) -> list[str]:
+    kinds = {device.report.device_type for device in _living(core)}
+    return sorted(kind for kind in kinds if kind and kind not in record.costs)
+
+
+def _living(core: SchedulerCore) -> list[Device]:
+    return [device for device in core.pool.devices(usable=False) if device.worker.presence is not Presence.DEAD]
+
+
+def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[str]:
+    found = {
+        f"{replica.worker}/{device}"
+        for replica in replicas
+        for device in replica.devices
+        if core.pool.is_closed(replica.worker, device) or core.pool.device_locked(replica.worker, device)
+    }
+    return sorted(found)
+
+
+# ---------------------------------------------------------------------------------------------------------- transactions
+
+
+def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s: float) -> TransactionExplained:
+    """A transaction with its steps and their times."""
+    began = one.began
+    ended_unix_s = one.ended_unix_s
+    if ended_unix_s is not None:
+        outcome = f"failed: {one.failure}" if one.failure else "done"
+    else:
+        running = next(
+            (t for t in core.transactions.running.values() if one.name == f"{core.epoch}-{t.number}"),
+            None,
+        )
+        outcome = stage_text(running, now_s) if running is not None else "its leader is gone; what it left is looked into"
+    if began.record is not None:
+        model = began.record.name
+    else:
+        model = ", ".join(sorted({core.catalogue.name(model_hash) for model_hash in began.model_hashes}))
+    return TransactionExplained(
+        transaction=one.name,
+        kind=began.kind,
+        model=model,
+        where=f"{began.worker}/{'+'.join(began.devices)}",
+        reason=began.reason,
+        begun_unix_s=began.at_unix_s,
+        took_s=round(ended_unix_s - began.at_unix_s, 3) if ended_unix_s is not None else None,
+        outcome=outcome,
+        steps=tuple(_step(step, began.at_unix_s, over=ended_unix_s is not None) for step in one.steps.values()),
+    )
+
+
+def _step(step: Step, begun_unix_s: float, *, over: bool) -> StepExplained:
+    unknown = "no end was told" if over else "under way"
+    outcome = unknown if step.failure is None else step.failure or "done"
+    return StepExplained(
+        operation=step.operation,
+        what=command_text(step.command),
+        sent_s=round(step.sent_unix_s - begun_unix_s, 3),
+        took_s=round(step.ended_unix_s - step.sent_unix_s, 3) if step.ended_unix_s is not None else None,
+        outcome=outcome,
+    )
+
+
+def command_text(command: WorkerCommand) -> str:
+    """A command as people read it."""
+    match command:
+        case LoadModel():
+            return f"load {command.record.name} as {command.replica_name}"
+        case DrainReplica():
+            return f"drain {command.replica} within {command.timeout_s:g} s"
+        case UnloadReplica():
+            return f"unload {command.replica}{' by force' if command.force else ''}"
+        case SetConcurrency():
+            return f"let {command.replica} run {command.slots} at once"
+        case ResizeKv():
+            return f"give {command.replica} {bytes_text(command.kv_bytes)} of KV"
+        case _:
+            return type(command).__name__
