@@ -1,0 +1,202 @@
+"""A capacity profile measured in small (PRO-4): prefill and decode times of one served model, and the fitted coefficients.
+
+Measured through the pool's own endpoint with the device exclusive, so that what the gateway, the bus and the client
+take on the same cores is in the figures, as it will be under load. Each point is repeated over several rounds, trimmed
+by 10 % at each end, and its median kept. What does not depend on the engine's work (HTTP, ticket, claim, the first
+frame's way back) comes out as a constant per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ops.simulator.reality_client import Timed, ask, body
+from subjects.errors import CarpoolError
+from subjects.messages import StepCosts
+
+BATCHES = (1, 2, 4, 8)
+DECODE_INPUTS = (16, 192, 640)
+DECODE_TOKENS = 24
+PREFILL_INPUTS = (16, 64, 128, 256, 512, 768)
+ROUNDS = 3
+TRIM = 0.1
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What the simulator needs to stand in for a served model. ``errors`` are relative, of the fit at its own points."""
+
+    costs: StepCosts
+    request_s: float
+    """Constant per request before its first token that no engine time belongs to."""
+    end_s: float
+    """From the last token to the end of the stream."""
+    prefill_error: float
+    decode_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    """Time from sending to the first token of a prompt alone."""
+
+    input_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """Time of one step of ``batch`` requests with ``context`` tokens in all."""
+
+    batch: int
+    context: float
+    seconds: float
+
+
+def trimmed_median(values: Sequence[float], trim: float = TRIM) -> float:
+    """Median after dropping ``trim`` of the values at each end."""
+    ordered = sorted(values)
+    cut = int(len(ordered) * trim)
+    return statistics.median(ordered[cut : len(ordered) - cut])
+
+
+def fit(prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], end_s: float) -> Profile:
+    """Least squares on relative errors, no coefficient negative.
+
+    A prompt alone takes ``request_s + step_const_s + prefill_token_s L + prefill_token2_s L**2``: the engine's step is the
+    same, decoding nobody.
+    """
+    const_s, per_request_s, per_context_s = _fit(
+        np.array([[1.0, point.batch, point.context] for point in decodes]), np.array([point.seconds for point in decodes])
+    )
+    first_s, per_token_s, per_token2_s = _fit(
+        np.array([[1.0, point.input_tokens, point.input_tokens**2] for point in prefills]),
+        np.array([point.seconds for point in prefills]),
+    )
+    costs = StepCosts(
+        prefill_token_s=per_token_s,
+        prefill_token2_s=per_token2_s,
+        step_const_s=const_s,
+        step_request_s=per_request_s,
+        step_context_token_s=per_context_s,
+    )
+    request_s = max(0.0, first_s - const_s)
+    return Profile(
+        costs=costs,
+        request_s=request_s,
+        end_s=end_s,
+        prefill_error=max(
+            abs((request_s + const_s + per_token_s * p.input_tokens + per_token2_s * p.input_tokens**2) / p.seconds - 1)
+            for p in prefills
+        ),
+        decode_error=max(
+            abs((const_s + per_request_s * p.batch + per_context_s * p.context) / p.seconds - 1) for p in decodes
+        ),
+    )
+
+
+def _fit(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """Non-negative least squares of three coefficients on relative errors: the best over which of them are zero."""
+    weighted = rows / seconds[:, None]
+    best: tuple[float, list[float]] = (float("inf"), [0.0, 0.0, 0.0])
+    for kept in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
+        solved, *_ = np.linalg.lstsq(weighted[:, kept], np.ones(len(seconds)), rcond=None)
+        if (solved < 0).any():
+            continue
+        error = float(((weighted[:, kept] @ solved - 1.0) ** 2).sum())
+        if error < best[0] - 1e-15:
+            values = [0.0, 0.0, 0.0]
+            for place, value in zip(kept, solved.tolist(), strict=True):
+                values[place] = value
+            best = (error, values)
+    return best[1][0], best[1][1], best[1][2]
+
+
+# ---------------------------------------------------------------------------------------------------------- measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model behind an endpoint. ``prompt`` makes token ids of a wanted count; no two prompts share a prefix block."""
+
+    host: str
+    port: int
+    model: str
+    prompt: Callable[[int], list[int]]
+
+    async def ask(self, input_tokens: int, output_tokens: int) -> Timed:
+        """One request of exactly these sizes."""
+        timed = await ask(self.host, self.port, self.model, body(self.model, self.prompt(input_tokens), output_tokens))
+        if (timed.input_tokens, timed.output_tokens) != (input_tokens, output_tokens):
+            told = f"{timed.input_tokens} and {timed.output_tokens}"
+            raise CarpoolError(f"{self.model}: asked for {input_tokens} and {output_tokens} tokens, served {told}")
+        return timed
+
+
+async def measure_profile(served: Served, say: Callable[[str], None], *, rounds: int = ROUNDS) -> Profile:
+    """Measures and fits. Nothing else may run on the device meanwhile."""
+    await served.ask(32, 4)
+    first_s: dict[int, list[float]] = {length: [] for length in PREFILL_INPUTS}
+    steps_s: dict[tuple[int, int], list[float]] = {(batch, length): [] for batch in BATCHES for length in DECODE_INPUTS}
+    ends_s: list[float] = []
+    for number in range(rounds):
+        say(f"{served.model}: profile, round {number + 1} of {rounds}")
+        for length in PREFILL_INPUTS:
+            for _ in range(2):
+                first_s[length].append((await served.ask(length, 1)).ttft_s)
+        for batch, length in steps_s:
+            answers = await asyncio.gather(*(served.ask(length, DECODE_TOKENS) for _ in range(batch)))
+            steps_s[batch, length] += together(answers)
+            ends_s += [answer.ended_s - answer.event_s[-1] for answer in answers]
+    decodes = [
+        DecodePoint(batch=batch, context=batch * (length + DECODE_TOKENS / 2), seconds=trimmed_median(steps))
+        for (batch, length), steps in steps_s.items()
+        if steps
+    ]
+    prefills = [PrefillPoint(length, trimmed_median(values)) for length, values in first_s.items()]
+    return fit(prefills, decodes, trimmed_median(ends_s))
+
+
+def together(answers: Sequence[Timed]) -> list[float]:
+    """Times between two tokens of one answer while all of ``answers`` decoded."""
+    begin_s = max(answer.event_s[0] for answer in answers)
+    end_s = min(answer.event_s[-1] for answer in answers)
+    events = [at_s for at_s in answers[0].event_s if begin_s <= at_s <= end_s]
+    return [after - before for before, after in itertools.pairwise(events)]
+
+
+async def measure_sharing(one: Served, other: Served, say: Callable[[str], None], *, rounds: int = ROUNDS) -> float:
+    """How much two engines get done side by side, in units of one alone: 1 is time slicing without gain, 2 no contention."""
+    found: list[float] = []
+    for number in range(rounds):
+        say(f"{one.model} beside {other.model}, round {number + 1} of {rounds}")
+        alone = [await _pace(served) for served in (one, other)]
+        both = await asyncio.gather(_pace(one), _pace(other))
+        found.append(sum(a / b for a, b in zip(alone, both, strict=True)))
+    return trimmed_median(found)
+
+
+SHARING_S = 5.0
+
+
+async def _pace(served: Served) -> float:
+    """Seconds per request of a fixed size, two at a time so that the engine always has work, for a fixed time."""
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    done_s: list[float] = []
+
+    async def client() -> None:
+        while loop.time() - begun_s < SHARING_S:
+            await served.ask(96, 12)
+            done_s.append(loop.time())
+
+    await asyncio.gather(client(), client())
+    # The last ones of two engines do not overlap whole.
+    within = [at_s for at_s in done_s if at_s - begun_s <= SHARING_S]
+    return (within[-1] - begun_s) / len(within) if within else SHARING_S
