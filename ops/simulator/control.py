@@ -176,7 +176,7 @@ class Control:
         world = self._world
         self._ticks += 1
         now_s = world.now_s
-        world.refuse_late()
+        world.look_after_queues()
         for node in self._nodes.values():
             self._tell_load(node)
             if node.agent.next_wake_s <= now_s:

@@ -93,9 +93,16 @@ class ModelQueue:
         line = self.classes[live.queue_class]
         return [line[place] for place in range(1, min(len(line), most + 1))]
 
-    def oldest(self) -> list[Live]:
-        """The heads of all classes."""
-        return [line[0] for line in self.classes if line]
+    def late(self, since_s: float) -> list[Live]:
+        """Who has waited since then or longer. Those at a head that ran before wait anew, and may hide others: look past."""
+        found = []
+        for line in self.classes:
+            for live in line:
+                if live.since_s <= since_s:
+                    found.append(live)
+                elif not live.made:
+                    break
+        return found
 
     def _turn(self, now_s: float) -> int | None:
         best: int | None = None

@@ -337,17 +337,21 @@ class World:
         self._patient.pop(live.index, None)
         self.ledger.failed(live.profile)
 
-    def refuse_late(self) -> None:
-        """Ends the wait of those that waited for ``max_wait_s``."""
+    def look_after_queues(self) -> None:
+        """Ends the wait of those that waited for ``max_wait_s``, and lets replicas look once more: behind a request that
+        none of them can hold others may wait that they can."""
         bound_s = self.now_s - self.options.max_wait_s
-        for queue in self.queues:
+        for model, queue in enumerate(self.queues):
             if not queue.count:
                 continue
-            while late := [live for live in queue.oldest() if live.since_s <= bound_s]:
-                for live in late:
-                    queue.remove(live)
-                    self.ledger.stopped_waiting(live.profile, RequestId(str(live.index)))
-                    self._refuse(live)
+            for live in queue.late(bound_s):
+                queue.remove(live)
+                self.ledger.stopped_waiting(live.profile, RequestId(str(live.index)))
+                self._refuse(live)
+            for replica in self.serving[model]:
+                if not queue.count:
+                    break
+                self.pull(replica)
 
     # -------------------------------------------------------------------------------------------------- impatient clients
 
@@ -431,7 +435,8 @@ class World:
             assert isinstance(sequence, Live)
             self._release(replica, sequence)
             self.interrupted += 1
-            sequence.since_s = self.now_s
+            if sequence.made:
+                sequence.since_s = self.now_s
             self._wait(sequence, first=True)
         if replica.working:
             self._ended(replica)
