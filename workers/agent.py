@@ -405,6 +405,7 @@ class Agent:
             replica=replica,
             worker=self._worker,
             device=command.device,
+            peers=command.peers,
             record=record,
             nats_urls=self._config.nats_urls,
             queue_shards=self._config.queue_shards,

@@ -35,11 +35,29 @@ class Concurrency(msgspec.Struct, frozen=True, kw_only=True, tag="concurrency"):
     slots: int
 
 
+class Resize(msgspec.Struct, frozen=True, kw_only=True, tag="resize"):
+    """Give the engine another KV budget and answer ``Changed``; while pages that would go are in use, it is refused."""
+
+    number: int
+    kv_bytes: int
+
+
+class Sleep(msgspec.Struct, frozen=True, kw_only=True, tag="sleep"):
+    """After ``Drained``: free the device's memory, and answer ``Changed``."""
+
+    number: int
+    level: int
+
+
+class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
+    """After a sleep: come back, warm up, and answer as after a load."""
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Stop the engine and exit with code 0; running requests are given back."""
 
 
-ToReplica = Start | Ping | Drain | Concurrency | Stop
+ToReplica = Start | Ping | Drain | Concurrency | Resize | Sleep | Wake | Stop
 
 # -------------------------------------------------------------------------------------------------- replica to agent
 
@@ -71,6 +89,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     waiting: int
     kv_pages_free: int
     idle_s: float = 0.0
+    busy_s: float = 0.0
+    """Seconds since the engine's start in which a step ran; 0 from an engine that does not tell."""
+    preemptions: int = 0
+    step_s: float = 0.0
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
@@ -79,10 +101,19 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
     given_back: int = 0
 
 
+class Changed(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
+    """The answer to ``Resize`` and ``Sleep``; ``failure`` is empty when it was done, and nothing changed when it is not."""
+
+    number: int
+    failure: str = ""
+    kv_pages: int = 0
+    """Of the whole replica, after it."""
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The engine failed, in one line a person can act on; the process exits after this."""
 
     detail: str
 
 
-ToAgent = Pong | Progress | Ready | Load | Drained | Failed
+ToAgent = Pong | Progress | Ready | Load | Drained | Changed | Failed

@@ -27,7 +27,7 @@ import structlog
 from subjects import names
 from subjects.bus import Bus, BusMessage, Puller, QueuedTicket
 from subjects.codec import decode, encode
-from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, NoResponders, place_of
+from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, EngineError, NoResponders, place_of
 from subjects.ids import model_key
 from subjects.messages import (
     Back,
@@ -49,6 +49,7 @@ from workers.control import (
     replica_stream,
 )
 from workers.control_messages import (
+    Changed,
     Concurrency,
     Drain,
     Drained,
@@ -58,9 +59,12 @@ from workers.control_messages import (
     Pong,
     Progress,
     Ready,
+    Resize,
+    Sleep,
     Start,
     Stop,
     ToReplica,
+    Wake,
 )
 from workers.core.replica import ReplicaCore
 from workers.core.replica_events import (
@@ -78,6 +82,7 @@ from workers.core.replica_events import (
     EngineFailed,
     EngineStepped,
     ExitReplica,
+    KvResized,
     OfferReceived,
     Opened,
     PoolChanged,
@@ -258,6 +263,9 @@ class Replica:
         await bus.subscribe(names.run(self._spec.replica), self._offered)
         await bus.subscribe(names.back(self._spec.replica), self._told)
         await bus.subscribe(names.POOL, self._pool_told)
+        self._serve(info)
+
+    def _serve(self, info: EngineInfo) -> None:
         self._control.send(Ready(info=info))
         log.info("ready", slots=info.slots, kv_pages=info.kv_pages)
         self._feed(
@@ -513,12 +521,48 @@ class Replica:
                 case Concurrency(slots=slots):
                     if self._bus is not None:
                         self._feed(ConcurrencySet(slots=slots))
+                case Resize():
+                    self._tasks.spawn(self._resize(message))
+                case Sleep():
+                    self._tasks.spawn(self._sleep(message))
+                case Wake():
+                    self._tasks.spawn(self._wake())
                 case Stop():
                     self.stop()
                 case Start():
                     log.warning("a second start is ignored")
                 case _:
                     assert_never(message)
+
+    async def _resize(self, command: Resize) -> None:
+        assert self._engine is not None
+        try:
+            pages = await self._engine.resize_kv(command.kv_bytes)
+        except EngineError as error:
+            self._control.send(Changed(number=command.number, failure=str(error)))
+            return
+        self._feed(KvResized(kv_pages=pages))
+        self._control.send(Changed(number=command.number, kv_pages=pages))
+
+    async def _sleep(self, command: Sleep) -> None:
+        assert self._engine is not None
+        failure = ""
+        try:
+            await self._engine.sleep(command.level)
+        except EngineError as error:
+            failure = str(error)
+        self._control.send(Changed(number=command.number, failure=failure))
+
+    async def _wake(self) -> None:
+        assert self._engine is not None
+        try:
+            info = await self._engine.wake()
+            self._control.send(Progress(state=ReplicaState.WARMING, progress=0.9))
+            await self._engine.warm(self._spec.record.warmup_tokens)
+        except EngineError as error:
+            self._fail(str(error))
+            return
+        self._serve(info)
 
     async def _tell_drained(self, given_back: int) -> None:
         await _bounded(self._outbox_empty.wait(), GIVE_BACK_S)
@@ -533,12 +577,16 @@ class Replica:
             now_s = time.monotonic()
             if self._load != reported or now_s - reported_s >= REPORT_AT_LEAST_EVERY_S:
                 reported, reported_s = self._load, now_s
+                engines = engine.load()
                 self._control.send(
                     Load(
                         running=reported.running,
-                        waiting=engine.load().waiting,
+                        waiting=engines.waiting,
                         kv_pages_free=reported.kv_pages_free,
                         idle_s=0.0 if reported.running else now_s - self._idle_since_s,
+                        busy_s=engines.busy_s,
+                        preemptions=engines.preemptions,
+                        step_s=engines.step_s,
                     )
                 )
             await asyncio.sleep(REPORT_EVERY_S)

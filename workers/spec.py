@@ -14,6 +14,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     replica: ReplicaId
     worker: WorkerId
     device: DeviceId
+    peers: tuple[DeviceId, ...] = ()
+    """The other devices that it spans."""
     record: ModelRecord
     nats_urls: tuple[str, ...]
     queue_shards: int = 1

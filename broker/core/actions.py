@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-import msgspec
-
 from broker.core.catalogue import Catalogue
 from broker.core.describe import bytes_text
 from broker.core.digest import DigestBuilder
@@ -20,20 +18,13 @@ from broker.core.pool import COMING, Device, Pool, Replica
 from broker.core.scheduler_events import MODELS_PER_DEVICE, Placement, SchedulerCommand, SchedulerSettings
 from broker.core.transaction import Transaction
 from broker.core.transactions import Transactions
+from profiles.budget import with_kv
 from subjects.ids import ReplicaId, base_name
 from subjects.messages import Mode, ModelRecord, ReplicaState
 
 ADVICE_AGAIN_S = 60.0
 """The same advice is published again after this long."""
 ADVICES_MAX = 1024
-
-
-def with_kv(record: ModelRecord, kv_bytes: int) -> ModelRecord:
-    """The record with another KV budget over all its devices, and what each device is then charged."""
-    gpus = record.gpus
-    besides = record.budget_bytes - -(-(record.weights_bytes + record.kv_bytes) // gpus)
-    budget_bytes = -(-(record.weights_bytes + kv_bytes) // gpus) + besides
-    return msgspec.structs.replace(record, kv_bytes=kv_bytes, budget_bytes=budget_bytes)
 
 
 class Actions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from broker.core.actions import with_kv
 from broker.core.placement import SchedulerCore
 from broker.core.policy import (
     Action,
@@ -22,6 +21,7 @@ from broker.core.scheduler_events import (
     SchedulerSettings,
     WorkerReported,
 )
+from profiles.budget import with_kv
 from subjects.ids import DeviceId, IngressId, ReplicaId, WorkerId
 from subjects.messages import (
     DeviceKind,

@@ -35,6 +35,7 @@ from subjects.messages import (
 )
 from tests.sim.net import NoAnswer, Node, Pull
 from workers.control_messages import (
+    Changed,
     Concurrency,
     Drain,
     Drained,
@@ -44,9 +45,12 @@ from workers.control_messages import (
     Pong,
     Progress,
     Ready,
+    Resize,
+    Sleep,
     Start,
     Stop,
     ToReplica,
+    Wake,
 )
 from workers.core import agent_events as agt
 from workers.core import replica_events as rep
@@ -297,21 +301,26 @@ class ReplicaNode(Actor):
         self.clock.call_later(WARM_S, lambda: self.run(self._open))
 
     def _open(self) -> None:
+        self.round_trips(lambda: self.feed(rep.BusRoundTripMade()))
+        self.every(0.2, self._report)
+        self._serve()
+
+    def _serve(self) -> None:
         profile = self.profile
         info = EngineInfo(
             slots=profile.slots,
-            kv_pages=profile.kv_pages,
+            kv_pages=self.engine.kv_pages,
             block_size=profile.block_size,
             max_context_len=profile.max_context_len,
             gives_token_ids=True,
             continues=True,
+            resizes_kv=True,
+            sleeps=True,
         )
         self.serving = True
         self._idle_since_s = self.now
         self._say(Ready(info=info))
-        self.round_trips(lambda: self.feed(rep.BusRoundTripMade()))
-        self.every(0.2, self._report)
-        self.feed(rep.Opened(profile.slots, profile.kv_pages, profile.block_size, profile.max_context_len))
+        self.feed(rep.Opened(profile.slots, self.engine.kv_pages, profile.block_size, profile.max_context_len))
 
     def exit(self, code: int) -> None:
         """The process ends and its agent reaps it."""
@@ -333,6 +342,18 @@ class ReplicaNode(Actor):
                 self.feed(rep.DrainStarted(self.now + timeout_s))
             case Concurrency(slots=slots):
                 self.feed(rep.ConcurrencySet(slots))
+            case Resize(number=number, kv_bytes=kv_bytes):
+                pages = kv_bytes // (self.record.kv_bytes_per_token * self.record.block_size)
+                failure = self.engine.cannot_resize(pages)
+                if not failure:
+                    self._engine(sim.KvResized(pages))
+                    self.feed(rep.KvResized(pages))
+                self._say(Changed(number=number, failure=failure, kv_pages=pages))
+            case Sleep(number=number):
+                self._say(Changed(number=number))
+            case Wake():
+                self._say(Progress(state=ReplicaState.WARMING))
+                self.clock.call_later(WARM_S, lambda: self.run(self._serve))
             case Stop():
                 if self.serving:
                     self.feed(rep.DrainStarted(self.now))

@@ -4,7 +4,9 @@ The rules, all on this page:
 
 - A load is refused unless the budgets of all replicas on the device, its own included, fit the device; the budget is held
   from then until the process has exited, so the sum is within the capacity at every instant.
-- Loads on one device run one after the other, in the order they were accepted.
+- A replica that spans several devices is charged its budget on each of them, or is refused.
+- Loads on one device run one after the other, in the order they were accepted; waking is a load.
+- While a change of KV is under way the larger budget is charged. One asleep is charged its overhead alone.
 - An operation ends only when its effect is complete: of a failed load or an unload, when the process is gone.
 - A replica is unloaded only after ``Drained``, unless forced. One that does not drain in its bound is stopped, one that
   does not stop is killed, and one that serves and leaves a ping unanswered is killed.
@@ -19,21 +21,17 @@ from __future__ import annotations
 import math
 import signal
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import assert_never
 
-from subjects.ids import DeviceId, OperationId, ReplicaId, is_token
+from profiles.budget import with_kv
+from subjects.ids import DeviceId, OperationId, ReplicaId, base_name, is_token
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
-    DeviceReport,
     DrainReplica,
     EvictKv,
     LoadModel,
     MigrateKv,
-    ModelRecord,
     OperationEnded,
     OperationProgressed,
     ReplicaDied,
@@ -48,6 +46,7 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 from workers.control_messages import (
+    Changed,
     Concurrency,
     Drain,
     Drained,
@@ -57,9 +56,13 @@ from workers.control_messages import (
     Pong,
     Progress,
     Ready,
+    Resize,
+    Sleep,
     Stop,
     ToAgent,
+    Wake,
 )
+from workers.core.agent_devices import DeviceLedger
 from workers.core.agent_events import (
     AgentCommand,
     AgentEvent,
@@ -82,10 +85,27 @@ from workers.core.agent_events import (
     SpawnReplica,
     Ticked,
 )
+from workers.core.agent_replica import (
+    LOAD_STATES,
+    SERVING_STATES,
+    Change,
+    Operation,
+    Replica,
+)
+from workers.core.agent_replica import (
+    PING_UNANSWERED_S as PING_UNANSWERED_S,
+)
+from workers.core.agent_replica import (
+    PROCESS_TRANSITIONS as PROCESS_TRANSITIONS,
+)
+from workers.core.agent_replica import (
+    TRANSITIONS as TRANSITIONS,
+)
+from workers.core.agent_replica import (
+    Process as Process,
+)
 
 PING_EVERY_S = 0.5
-PING_UNANSWERED_S = 2.0
-"""A serving replica that leaves a ping unanswered this long is killed."""
 AGENT_STALL_S = 1.0
 """A longer gap between two steps means that this agent did not run; pings sent before it prove nothing."""
 DRAIN_GRACE_S = 2.0
@@ -94,6 +114,10 @@ STOP_GRACE_S = 5.0
 """How long a replica that was told to stop may take before it is killed."""
 FAILED_EXIT_S = 1.0
 """How long a replica that reported its own failure, or closed its control connection, may take to exit."""
+CHANGE_S_MAX = 30.0
+"""How long a change of KV or a sleep may take to be answered."""
+WAKE_S_MAX = 120.0
+"""How long a wake may take, its warm-up included."""
 KILL_BOUND_S = 10.0
 """A process that outlives SIGKILL this long is reported; its budget stays charged."""
 SNAPSHOT_EVERY_S = 5.0
@@ -110,119 +134,16 @@ DRAIN_TIMEOUT_S_MAX = 3600.0
 FAILURE_CHARS_MAX = 600
 _STDERR_LINES_MAX = 6
 
-TRANSITIONS: dict[ReplicaState, tuple[ReplicaState, ...]] = {
-    ReplicaState.ABSENT: (ReplicaState.LOADING, ReplicaState.FAILED),
-    ReplicaState.FETCHING: (ReplicaState.LOADING, ReplicaState.FAILED, ReplicaState.ABSENT),
-    ReplicaState.LOADING: (ReplicaState.FETCHING, ReplicaState.WARMING, ReplicaState.FAILED, ReplicaState.ABSENT),
-    ReplicaState.WARMING: (ReplicaState.READY, ReplicaState.FAILED, ReplicaState.ABSENT),
-    ReplicaState.READY: (ReplicaState.DRAINING, ReplicaState.FAILED),
-    ReplicaState.DRAINING: (ReplicaState.FAILED, ReplicaState.ABSENT),
-    ReplicaState.ASLEEP: (ReplicaState.FAILED, ReplicaState.ABSENT),
-    ReplicaState.FAILED: (ReplicaState.ABSENT,),
-}
-"""What may follow a state (WRK-3). ABSENT waits for its turn to load, or has gone. Nothing reaches ASLEEP yet."""
-
-_LOAD_STATES = (ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING)
-_SERVING_STATES = (ReplicaState.READY, ReplicaState.DRAINING)
-
-# ----------------------------------------------------------------------------------------------------------------- state
-
-
-class Process(Enum):
-    """A replica's process, as opposed to the state of its model."""
-
-    QUEUED = "queued"
-    SPAWNING = "spawning"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    KILLED = "killed"
-    GONE = "gone"
-
-
-PROCESS_TRANSITIONS: dict[Process, tuple[Process, ...]] = {
-    Process.QUEUED: (Process.SPAWNING, Process.GONE),
-    Process.SPAWNING: (Process.RUNNING, Process.GONE),
-    Process.RUNNING: (Process.STOPPING, Process.KILLED, Process.GONE),
-    Process.STOPPING: (Process.KILLED, Process.GONE),
-    Process.KILLED: (Process.GONE,),
-    Process.GONE: (),
-}
-"""What may follow: a budget is freed by GONE and by nothing else."""
-
-
-@dataclass(slots=True)
-class _Replica:
-    replica: ReplicaId
-    device: DeviceId
-    record: ModelRecord
-    load_timeout_s: float
-    state_since_s: float
-    state: ReplicaState = ReplicaState.ABSENT
-    process: Process = Process.QUEUED
-    pid: int | None = None
-    ending: bool = False
-    """Told to end by an unload or a shutdown, as opposed to having failed."""
-    failure: str = ""
-    wants_stderr: bool = False
-    """Whether the failure was found by this agent, so that the process's last words add something to it."""
-    served: bool = False
-    drained: bool = False
-    load_operation: OperationId | None = None
-    drain_operations: list[OperationId] = field(default_factory=list)
-    unload_operations: list[OperationId] = field(default_factory=list)
-    load_deadline_s: float | None = None
-    drain_deadline_s: float | None = None
-    kill_at_s: float | None = None
-    kill_bound_s: float | None = None
-    ping_at_s: float | None = None
-    vanish_at_s: float | None = None
-    pings: deque[tuple[int, float]] = field(default_factory=deque)
-    """Number and time of the unanswered ones, oldest first."""
-    pings_sent: int = 0
-    running: int = 0
-    kv_pages_free: int = 0
-    idle_s: float = 0.0
-    counted_s: float = 0.0
-    engine_slots: int = 0
-    slots: int = 0
-    kv_pages: int = 0
-    memory_bytes: int = 0
-    progress: float = 0.0
-    detail: str = ""
-
-    def timers(self) -> Iterator[float]:
-        for at_s in (
-            self.load_deadline_s,
-            self.drain_deadline_s,
-            self.kill_at_s,
-            self.kill_bound_s,
-            self.ping_at_s,
-            self.vanish_at_s,
-        ):
-            if at_s is not None:
-                yield at_s
-        if self.pings:
-            yield self.pings[0][1] + PING_UNANSWERED_S
-
-
-@dataclass(slots=True)
-class _Operation:
-    started_s: float
-    replica: ReplicaId | None
-    refusal: str = ""
-    ended: OperationEnded | None = None
-
 
 class AgentCore:
     """See the module's docstring. Wants a :class:`Ticked` at :attr:`next_wake_s` and no later than a few 10 ms after."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
-        self._devices = {device.device: device for device in settings.devices}
-        self._device_used: dict[DeviceId, int] = {}
-        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._ledger = DeviceLedger(settings.devices)
+        self._replicas: dict[ReplicaId, Replica] = {}
         self._loading: dict[DeviceId, ReplicaId] = {}
-        self._operations: dict[OperationId, _Operation] = {}
+        self._operations: dict[OperationId, Operation] = {}
         self._ended: deque[OperationId] = deque()
         self._epoch_seen = 0
         self._sequence = 0
@@ -256,11 +177,7 @@ class AgentCore:
 
     def reserved_bytes(self, device: DeviceId) -> int:
         """The sum of the budgets that are charged to a device now."""
-        return sum(
-            replica.record.budget_bytes
-            for replica in self._replicas.values()
-            if replica.device == device and replica.process is not Process.GONE
-        )
+        return self._ledger.charged(device)
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
         """The whole state, under the last sequence number."""
@@ -271,34 +188,24 @@ class AgentCore:
             host=self._settings.host,
             engines=self._settings.engines,
             devices=tuple(
-                DeviceReport(
-                    device=device.device,
-                    kind=device.kind,
-                    name=device.name,
-                    memory_bytes=device.memory_bytes,
-                    reserved_bytes=self.reserved_bytes(device.device),
-                    used_bytes=self._used_bytes(device.device),
-                )
-                for device in self._settings.devices
+                self._ledger.report(device.device, self._resident_bytes(device.device)) for device in self._settings.devices
             ),
             replicas=tuple(self._report(now_s, replica) for replica in self._replicas.values()),
             draining=self._shutting_down,
         )
 
-    def _used_bytes(self, device: DeviceId) -> int:
-        if device in self._device_used:
-            return self._device_used[device]
+    def _resident_bytes(self, device: DeviceId) -> int:
         return sum(replica.memory_bytes for replica in self._replicas.values() if replica.device == device)
 
-    def _report(self, now_s: float, replica: _Replica) -> ReplicaReport:
-        serves = replica.state in _SERVING_STATES
+    def _report(self, now_s: float, replica: Replica) -> ReplicaReport:
+        serves = replica.state in SERVING_STATES
         idle = serves and replica.running == 0
         return ReplicaReport(
             replica=replica.replica,
             model_hash=replica.record.model_hash,
             device=replica.device,
             state=replica.state,
-            budget_bytes=replica.record.budget_bytes if replica.process is not Process.GONE else 0,
+            budget_bytes=self._ledger.charge_of(replica.replica, replica.device),
             running=replica.running if serves else 0,
             slots=replica.slots if serves else 0,
             kv_pages_free=replica.kv_pages_free if serves else 0,
@@ -308,7 +215,23 @@ class AgentCore:
             memory_bytes=replica.memory_bytes,
             failure=replica.failure,
             progress=replica.progress,
+            peers=replica.devices[1:],
+            kv_bytes=replica.record.kv_bytes if replica.state is not ReplicaState.ASLEEP else 0,
+            preemptions=replica.preemptions,
+            step_s=replica.step_s,
         )
+
+    @staticmethod
+    def _budget_bytes(replica: Replica) -> int:
+        """What a replica's process is charged on each of its devices."""
+        record = replica.record
+        if replica.state is ReplicaState.ASLEEP and not replica.wakes:
+            return min(record.overhead_bytes, record.budget_bytes)
+        change = replica.change.record if replica.change is not None else None
+        return max(record.budget_bytes, change.budget_bytes) if change is not None else record.budget_bytes
+
+    def _charge(self, replica: Replica) -> None:
+        self._ledger.charge(replica.replica, replica.devices, self._budget_bytes(replica))
 
     # ---- the step
 
@@ -379,15 +302,15 @@ class AgentCore:
             return
         refusal = self._admission_refusal() or self._refusal(command)
         if refusal:
-            self._operations[command.operation] = _Operation(started_s=now_s, replica=None, refusal=refusal)
+            self._operations[command.operation] = Operation(started_s=now_s, replica=None, refusal=refusal)
             self._remember_ended(command.operation)
             self._reply(event.token, command.operation, CommandOutcome.REFUSED, refusal)
             return
-        self._operations[command.operation] = _Operation(started_s=now_s, replica=None)
+        self._operations[command.operation] = Operation(started_s=now_s, replica=None)
         self._reply(event.token, command.operation, CommandOutcome.ACCEPTED, "")
         self._apply(now_s, command, event.incarnation)
 
-    def _repeat(self, token: str, operation: OperationId, known: _Operation) -> None:
+    def _repeat(self, token: str, operation: OperationId, known: Operation) -> None:
         if known.refusal:
             self._reply(token, operation, CommandOutcome.REFUSED, known.refusal)
             return
@@ -418,40 +341,38 @@ class AgentCore:
             case SetConcurrency():
                 return self._concurrency_refusal(command)
             case SleepReplica():
-                return "sleep-replica is not offered by this engine"
+                return self._sleep_refusal(command)
             case WakeReplica():
-                return "wake-replica is not offered by this engine"
+                return self._wake_refusal(command)
             case EvictKv():
                 return "evict-kv is not offered by this engine"
             case ResizeKv():
-                return "resize-kv is not offered by this engine"
+                return self._resize_refusal(command)
             case MigrateKv():
                 return "migrate-kv is not offered by this engine"
             case _:
                 assert_never(command)
 
     def _load_refusal(self, command: LoadModel) -> str:
-        device = self._devices.get(command.device)
         record = command.record
-        if device is None:
-            return f"there is no device {command.device}; this worker has {', '.join(self._devices) or 'none'}"
+        devices = (command.device, *command.peers)
+        refusal = self._ledger.cannot_span(record.name, devices, record.gpus)
+        if refusal:
+            return refusal
         if record.engine_type not in self._settings.engines:
             return f"engine {record.engine_type.value} is not offered by this worker"
         if not is_token(command.replica_name) or len(command.replica_name) > 48:
             return "replica_name: use 1 to 48 letters, digits, '-' or '_'"
+        alive = (replica for replica in self._replicas.values() if replica.process is not Process.GONE)
+        if any(base_name(replica.replica) == command.replica_name for replica in alive):
+            return f"replica_name {command.replica_name}: such a replica is here already"
         if not 0 < command.timeout_s <= LOAD_TIMEOUT_S_MAX:
             return f"timeout_s {command.timeout_s}: use more than 0 and at most {LOAD_TIMEOUT_S_MAX:g}"
         if len(self._replicas) >= REPLICAS_MAX:
             return f"{REPLICAS_MAX} replicas are here already"
         if record.budget_bytes < 0:
             return f"budget_bytes {record.budget_bytes}: must not be negative"
-        free_bytes = device.memory_bytes - self.reserved_bytes(device.device)
-        if record.budget_bytes > free_bytes:
-            return (
-                f"{record.name} needs {record.budget_bytes} bytes on {device.device}; "
-                f"{free_bytes} of {device.memory_bytes} bytes are free"
-            )
-        return ""
+        return self._ledger.cannot_charge(record.name, devices, record.budget_bytes)
 
     def _drain_refusal(self, command: DrainReplica) -> str:
         replica = self._replicas.get(command.replica)
@@ -459,7 +380,7 @@ class AgentCore:
             return f"replica {command.replica} is not here"
         if not 0 <= command.timeout_s <= DRAIN_TIMEOUT_S_MAX:
             return f"timeout_s {command.timeout_s}: use 0 to {DRAIN_TIMEOUT_S_MAX:g}"
-        if replica.state not in _SERVING_STATES or replica.process is not Process.RUNNING:
+        if replica.state not in SERVING_STATES or replica.process is not Process.RUNNING:
             return f"replica {command.replica} is {self._condition(replica)}; only a ready one can drain"
         return ""
 
@@ -482,8 +403,44 @@ class AgentCore:
             return f"slots {command.slots}: this engine takes 1 to {replica.engine_slots}"
         return ""
 
+    def _resize_refusal(self, command: ResizeKv) -> str:
+        replica = self._replicas.get(command.replica)
+        if replica is None:
+            return f"replica {command.replica} is not here"
+        if replica.state is not ReplicaState.READY or replica.process is not Process.RUNNING:
+            return f"replica {command.replica} is {self._condition(replica)}; only a ready one takes this"
+        if not replica.resizes_kv:
+            return "resize-kv is not offered by this engine"
+        if replica.change is not None:
+            return f"replica {command.replica} is being changed"
+        if command.kv_bytes <= 0:
+            return f"kv_bytes {command.kv_bytes}: must be positive"
+        budget_bytes = with_kv(replica.record, command.kv_bytes).budget_bytes
+        return self._ledger.cannot_change(replica.replica, replica.record.name, replica.devices, budget_bytes)
+
+    def _sleep_refusal(self, command: SleepReplica) -> str:
+        replica = self._replicas.get(command.replica)
+        if replica is None:
+            return f"replica {command.replica} is not here"
+        if not replica.sleeps:
+            return "sleep-replica is not offered by this engine"
+        if replica.process is not Process.RUNNING or not replica.drained or replica.state is not ReplicaState.DRAINING:
+            return f"replica {command.replica} is {self._condition(replica)} and has not drained; drain it first"
+        return f"replica {command.replica} is being changed" if replica.change is not None else ""
+
+    def _wake_refusal(self, command: WakeReplica) -> str:
+        replica = self._replicas.get(command.replica)
+        if replica is None:
+            return f"replica {command.replica} is not here"
+        if not replica.sleeps:
+            return "wake-replica is not offered by this engine"
+        if replica.process is not Process.RUNNING or replica.state is not ReplicaState.ASLEEP or replica.wakes:
+            return f"replica {command.replica} is {self._condition(replica)}; only one that sleeps can wake"
+        budget_bytes = replica.record.budget_bytes
+        return self._ledger.cannot_change(replica.replica, replica.record.name, replica.devices, budget_bytes)
+
     @staticmethod
-    def _condition(replica: _Replica) -> str:
+    def _condition(replica: Replica) -> str:
         if replica.process in (Process.STOPPING, Process.KILLED):
             return "ending"
         return "queued" if replica.process is Process.QUEUED else replica.state.value
@@ -492,9 +449,9 @@ class AgentCore:
         operation = self._operations[command.operation]
         match command:
             case LoadModel():
-                replica = _Replica(
+                replica = Replica(
                     replica=ReplicaId(f"{command.replica_name}-{incarnation}"),
-                    device=command.device,
+                    devices=(command.device, *command.peers),
                     record=command.record,
                     load_timeout_s=command.timeout_s,
                     state_since_s=now_s,
@@ -503,9 +460,10 @@ class AgentCore:
                 assert replica.replica not in self._replicas, "an incarnation is never drawn twice"
                 operation.replica = replica.replica
                 self._replicas[replica.replica] = replica
+                self._charge(replica)
                 self._changed = True
                 self._progressed(replica, "accepted")
-                self._load_next(now_s, command.device)
+                self._load_next(now_s)
             case DrainReplica():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
@@ -522,22 +480,52 @@ class AgentCore:
                     self._end(now_s, command.operation, "")
                     self._forget(replica)
                     return
-                self._wind_up(now_s, replica, gently=replica.state in _SERVING_STATES)
+                self._wind_up(now_s, replica, gently=self._listens(replica))
             case SetConcurrency():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
                 replica.slots = command.slots
                 self._changed = True
-                self._out.append(SendControl(replica=replica.replica, message=Concurrency(slots=command.slots)))
+                self._say(replica, Concurrency(slots=command.slots))
                 self._end(now_s, command.operation, "")
-            case SleepReplica() | WakeReplica() | EvictKv() | ResizeKv() | MigrateKv():
+            case ResizeKv():
+                replica = self._replicas[command.replica]
+                operation.replica = command.replica
+                change = self._begin_change(now_s, replica, command.operation)
+                change.record = with_kv(replica.record, command.kv_bytes)
+                self._charge(replica)
+                self._changed = True
+                self._say(replica, Resize(number=change.number, kv_bytes=command.kv_bytes))
+            case SleepReplica():
+                replica = self._replicas[command.replica]
+                operation.replica = command.replica
+                change = self._begin_change(now_s, replica, command.operation)
+                self._say(replica, Sleep(number=change.number, level=command.level))
+            case WakeReplica():
+                replica = self._replicas[command.replica]
+                operation.replica = command.replica
+                replica.load_operation = command.operation
+                replica.load_timeout_s = WAKE_S_MAX
+                replica.wakes = True
+                self._charge(replica)
+                self._changed = True
+                self._load_next(now_s)
+            case EvictKv() | MigrateKv():
                 raise AssertionError("refused before")
             case _:
                 assert_never(command)
 
+    def _say(self, replica: Replica, message: Concurrency | Resize | Sleep | Wake) -> None:
+        self._out.append(SendControl(replica=replica.replica, message=message))
+
+    def _begin_change(self, now_s: float, replica: Replica, operation: OperationId) -> Change:
+        replica.changes += 1
+        replica.change = Change(replica.changes, operation, now_s + CHANGE_S_MAX)
+        return replica.change
+
     # ---- the ends of operations
 
-    def _progressed(self, replica: _Replica, detail: str) -> None:
+    def _progressed(self, replica: Replica, detail: str) -> None:
         if replica.load_operation is not None:
             self._out.append(
                 PublishEvent(
@@ -570,7 +558,7 @@ class AgentCore:
         if len(self._ended) > OPERATIONS_ENDED_MAX:
             del self._operations[self._ended.popleft()]
 
-    def _end_all(self, now_s: float, replica: _Replica, *, unload_failure: str) -> None:
+    def _end_all(self, now_s: float, replica: Replica, *, unload_failure: str) -> None:
         """Ends whatever waits for this replica, in the order load, drains, unloads."""
         if replica.load_operation is not None:
             failure = replica.failure or "unloaded before it was ready"
@@ -578,6 +566,9 @@ class AgentCore:
             replica.load_operation = None
         for operation_id in replica.drain_operations:
             self._end(now_s, operation_id, replica.failure or "unloaded before it had drained")
+        if replica.change is not None:
+            self._end(now_s, replica.change.operation, replica.failure or "unloaded before it was changed")
+            replica.change = None
         for operation_id in replica.unload_operations:
             self._end(now_s, operation_id, unload_failure)
         replica.drain_operations.clear()
@@ -585,24 +576,42 @@ class AgentCore:
 
     # ---- from load to ready
 
-    def _load_next(self, now_s: float, device: DeviceId) -> None:
-        if device in self._loading:
-            return
-        for replica in self._replicas.values():
-            if replica.device == device and replica.process is Process.QUEUED:
-                self._loading[device] = replica.replica
-                replica.load_deadline_s = now_s + replica.load_timeout_s
-                self._go_process(replica, Process.SPAWNING)
-                self._go(now_s, replica, ReplicaState.LOADING)
-                self._out.append(SpawnReplica(replica=replica.replica, device=device, record=replica.record))
-                self._progressed(replica, "starting the process")
-                return
+    def _load_next(self, now_s: float) -> None:
+        """Begins the loads whose devices load nothing, in the order they were accepted on each device."""
+        taken = set(self._loading)
+        for replica in list(self._replicas.values()):
+            wakes = replica.wakes and replica.process is Process.RUNNING
+            if replica.process is not Process.QUEUED and not wakes:
+                continue
+            if taken.isdisjoint(replica.devices):
+                self._loading.update(dict.fromkeys(replica.devices, replica.replica))
+                self._begin_load(now_s, replica)
+            taken.update(replica.devices)
 
-    def _loaded(self, now_s: float, replica: _Replica) -> None:
+    def _begin_load(self, now_s: float, replica: Replica) -> None:
+        replica.load_deadline_s = now_s + replica.load_timeout_s
+        if replica.wakes:
+            replica.wakes = replica.drained = False
+            # What blocks its event loop now is a load: pings say nothing until it serves.
+            replica.ping_at_s = None
+            replica.pings.clear()
+            self._go(now_s, replica, ReplicaState.LOADING)
+            self._say(replica, Wake())
+            self._progressed(replica, "waking")
+            return
+        self._go_process(replica, Process.SPAWNING)
+        self._go(now_s, replica, ReplicaState.LOADING)
+        self._out.append(
+            SpawnReplica(replica=replica.replica, device=replica.device, record=replica.record, peers=replica.devices[1:])
+        )
+        self._progressed(replica, "starting the process")
+
+    def _loaded(self, now_s: float, replica: Replica) -> None:
         """Lets the next load begin: this one is ready or gone."""
         if self._loading.get(replica.device) == replica.replica:
-            del self._loading[replica.device]
-            self._load_next(now_s, replica.device)
+            for device in replica.devices:
+                del self._loading[device]
+            self._load_next(now_s)
 
     def _spawned(self, now_s: float, event: ReplicaSpawned) -> None:
         replica = self._replicas[event.replica]
@@ -617,7 +626,7 @@ class AgentCore:
             self._fail(now_s, replica, f"the process could not be started: {_one_line(event.detail)}")
         self._gone(now_s, replica)
 
-    def _control(self, now_s: float, replica: _Replica, message: ToAgent) -> None:
+    def _control(self, now_s: float, replica: Replica, message: ToAgent) -> None:
         match message:
             case Pong():
                 while replica.pings and replica.pings[0][0] <= message.number:
@@ -627,14 +636,20 @@ class AgentCore:
             case Ready():
                 self._ready(now_s, replica, message)
             case Load():
-                counters = (replica.running, replica.kv_pages_free)
+                counters = (replica.running, replica.kv_pages_free, replica.busy_s)
+                self._ledger.was_busy(replica.devices, max(0.0, message.busy_s - replica.busy_s))
                 replica.running = message.running + message.waiting
                 replica.kv_pages_free = message.kv_pages_free
                 replica.idle_s = message.idle_s
+                replica.busy_s = message.busy_s
+                replica.preemptions = message.preemptions
+                replica.step_s = message.step_s
                 replica.counted_s = now_s
-                self._counters_changed |= counters != (replica.running, replica.kv_pages_free)
+                self._counters_changed |= counters != (replica.running, replica.kv_pages_free, replica.busy_s)
             case Drained():
                 self._drained(now_s, replica)
+            case Changed():
+                self._was_changed(now_s, replica, message)
             case Failed():
                 if replica.process is Process.RUNNING:
                     self._fail(now_s, replica, _one_line(message.detail))
@@ -642,9 +657,9 @@ class AgentCore:
             case _:
                 assert_never(message)
 
-    def _progress(self, now_s: float, replica: _Replica, message: Progress) -> None:
+    def _progress(self, now_s: float, replica: Replica, message: Progress) -> None:
         # A late or odd report changes nothing: only the states of a load are the replica's to tell.
-        if replica.state not in _LOAD_STATES or replica.ending or message.state not in _LOAD_STATES:
+        if replica.state not in LOAD_STATES or replica.ending or message.state not in LOAD_STATES:
             return
         moves = message.state is not replica.state and message.state in TRANSITIONS[replica.state]
         news = moves or message.detail != replica.detail
@@ -657,8 +672,8 @@ class AgentCore:
             replica.detail = message.detail
             self._progressed(replica, _one_line(message.detail))
 
-    def _ready(self, now_s: float, replica: _Replica, message: Ready) -> None:
-        if replica.ending or replica.process is not Process.RUNNING or replica.state not in _LOAD_STATES:
+    def _ready(self, now_s: float, replica: Replica, message: Ready) -> None:
+        if replica.ending or replica.process is not Process.RUNNING or replica.state not in LOAD_STATES:
             return
         if replica.state is not ReplicaState.WARMING:
             self._fail(now_s, replica, "the replica reported ready without a warm-up")
@@ -670,6 +685,7 @@ class AgentCore:
         replica.load_deadline_s = None
         replica.engine_slots = replica.slots = message.info.slots
         replica.kv_pages = replica.kv_pages_free = message.info.kv_pages
+        replica.resizes_kv, replica.sleeps = message.info.resizes_kv, message.info.sleeps
         replica.counted_s = now_s
         replica.ping_at_s = now_s + PING_EVERY_S
         assert replica.load_operation is not None, "a load runs until its replica is ready"
@@ -677,9 +693,38 @@ class AgentCore:
         replica.load_operation = None
         self._loaded(now_s, replica)
 
+    def _was_changed(self, now_s: float, replica: Replica, message: Changed) -> None:
+        change = replica.change
+        if change is None or change.number != message.number:
+            return
+        replica.change = None
+        failure = _one_line(message.failure)
+        if not failure and change.record is not None:
+            replica.record = change.record
+            replica.kv_pages = message.kv_pages
+            replica.kv_pages_free = min(replica.kv_pages_free, message.kv_pages)
+        elif not failure and replica.state is ReplicaState.DRAINING:
+            self._go(now_s, replica, ReplicaState.ASLEEP)
+        self._charge(replica)
+        self._changed = True
+        self._end(now_s, change.operation, failure)
+
+    def _change_timed_out(self, now_s: float, replica: Replica, change: Change) -> None:
+        """Nobody knows what it holds now: the larger budget stays charged, and one that fell asleep unheard is ended."""
+        failure = f"the replica did not answer within {CHANGE_S_MAX:g} s"
+        if change.record is None:
+            self._fail(now_s, replica, failure)
+            self._kill(now_s, replica)
+            return
+        if change.record.budget_bytes > replica.record.budget_bytes:
+            replica.record = change.record
+        replica.change = None
+        self._charge(replica)
+        self._end(now_s, change.operation, failure)
+
     # ---- from ready to gone
 
-    def _drain(self, now_s: float, replica: _Replica, timeout_s: float) -> None:
+    def _drain(self, now_s: float, replica: Replica, timeout_s: float) -> None:
         deadline_s = now_s + timeout_s + DRAIN_GRACE_S
         if replica.state is ReplicaState.DRAINING and replica.drain_deadline_s is not None:
             if deadline_s >= replica.drain_deadline_s:
@@ -689,7 +734,7 @@ class AgentCore:
         replica.drain_deadline_s = deadline_s
         self._out.append(SendControl(replica=replica.replica, message=Drain(timeout_s=timeout_s)))
 
-    def _drained(self, now_s: float, replica: _Replica) -> None:
+    def _drained(self, now_s: float, replica: Replica) -> None:
         if replica.state is not ReplicaState.DRAINING or replica.drained:
             return
         replica.drained = True
@@ -700,7 +745,7 @@ class AgentCore:
         if self._shutting_down:
             self._wind_up(now_s, replica, gently=True)
 
-    def _wind_up(self, now_s: float, replica: _Replica, *, gently: bool) -> None:
+    def _wind_up(self, now_s: float, replica: Replica, *, gently: bool) -> None:
         """Ends a replica on purpose: a serving one is asked, one that holds no request yet is killed."""
         replica.ending = True
         match replica.process:
@@ -718,28 +763,36 @@ class AgentCore:
             case _:
                 assert_never(replica.process)
 
-    def _stop(self, now_s: float, replica: _Replica) -> None:
+    @staticmethod
+    def _listens(replica: Replica) -> bool:
+        """Whether it can be asked to stop, as opposed to one whose engine is being loaded."""
+        return replica.state in SERVING_STATES or replica.state is ReplicaState.ASLEEP
+
+    def _stop(self, now_s: float, replica: Replica) -> None:
         self._out.append(SendControl(replica=replica.replica, message=Stop()))
         self._expect_exit(now_s, replica, STOP_GRACE_S)
 
-    def _expect_exit(self, now_s: float, replica: _Replica, grace_s: float) -> None:
+    def _expect_exit(self, now_s: float, replica: Replica, grace_s: float) -> None:
         self._go_process(replica, Process.STOPPING)
         self._quiet(replica)
         replica.kill_at_s = now_s + grace_s
 
-    def _kill(self, now_s: float, replica: _Replica) -> None:
+    def _kill(self, now_s: float, replica: Replica) -> None:
         self._go_process(replica, Process.KILLED)
         self._quiet(replica)
         replica.kill_bound_s = now_s + KILL_BOUND_S
         self._out.append(KillReplica(replica=replica.replica, signal=signal.SIGKILL))
 
     @staticmethod
-    def _quiet(replica: _Replica) -> None:
+    def _quiet(replica: Replica) -> None:
         """Clears the timers of a life that is over."""
+        replica.wakes = False
+        if replica.change is not None:
+            replica.change.deadline_s = math.inf
         replica.load_deadline_s = replica.drain_deadline_s = replica.ping_at_s = replica.kill_at_s = None
         replica.pings.clear()
 
-    def _fail(self, now_s: float, replica: _Replica, failure: str) -> None:
+    def _fail(self, now_s: float, replica: Replica, failure: str) -> None:
         replica.failure = failure
         self._go(now_s, replica, ReplicaState.FAILED)
 
@@ -756,9 +809,10 @@ class AgentCore:
             self._fail(now_s, replica, _bounded(f"{failure}: {words}" if words else failure))
         self._gone(now_s, replica)
 
-    def _gone(self, now_s: float, replica: _Replica) -> None:
+    def _gone(self, now_s: float, replica: Replica) -> None:
         """The process does not exist (any more): its budget is free, its operations end, the next load begins."""
         self._go_process(replica, Process.GONE)
+        self._ledger.release(replica.replica, replica.devices)
         self._quiet(replica)
         replica.kill_bound_s = None
         replica.memory_bytes = 0
@@ -776,15 +830,17 @@ class AgentCore:
             self._forget(replica)
         self._loaded(now_s, replica)
 
-    def _forget(self, replica: _Replica) -> None:
+    def _forget(self, replica: Replica) -> None:
         del self._replicas[replica.replica]
         self._changed = True
 
     # ---- time
 
-    def _tick(self, now_s: float, replica: _Replica) -> None:
+    def _tick(self, now_s: float, replica: Replica) -> None:
         if replica.load_deadline_s is not None and now_s >= replica.load_deadline_s:
             self._load_timed_out(now_s, replica)
+        if replica.change is not None and now_s >= replica.change.deadline_s:
+            self._change_timed_out(now_s, replica, replica.change)
         if replica.drain_deadline_s is not None and now_s >= replica.drain_deadline_s:
             self._fail(now_s, replica, "the replica did not drain within its bound and was stopped")
             self._stop(now_s, replica)
@@ -806,7 +862,7 @@ class AgentCore:
         if replica.vanish_at_s is not None and now_s >= replica.vanish_at_s:
             self._forget(replica)
 
-    def _load_timed_out(self, now_s: float, replica: _Replica) -> None:
+    def _load_timed_out(self, now_s: float, replica: Replica) -> None:
         replica.wants_stderr = True
         failure = f"the load did not end within {replica.load_timeout_s:g} s, it was {replica.state.value}"
         self._fail(now_s, replica, failure)
@@ -814,7 +870,7 @@ class AgentCore:
         if replica.process is Process.RUNNING:
             self._kill(now_s, replica)
 
-    def _outlived_kill(self, now_s: float, replica: _Replica) -> None:
+    def _outlived_kill(self, now_s: float, replica: Replica) -> None:
         detail = f"process {replica.pid} outlived SIGKILL by {KILL_BOUND_S:g} s; its memory stays charged"
         if not replica.failure:
             self._fail(now_s, replica, detail)
@@ -830,8 +886,7 @@ class AgentCore:
                 replica.memory_bytes = memory_bytes
                 self._counters_changed = True
         for device, used_bytes in event.devices:
-            self._counters_changed |= self._device_used.get(device) != used_bytes
-            self._device_used[device] = used_bytes
+            self._counters_changed |= self._ledger.sampled(device, used_bytes)
 
     def _shut_down(self, now_s: float, drain_s: float) -> None:
         if self._shutting_down:
@@ -840,21 +895,21 @@ class AgentCore:
         self._changed = True
         # Queued loads first: ending a running load would start the next one.
         for replica in sorted(self._replicas.values(), key=lambda r: (r.process is not Process.QUEUED, r.replica)):
-            if replica.state in _SERVING_STATES and replica.process is Process.RUNNING and not replica.drained:
+            if replica.state in SERVING_STATES and replica.process is Process.RUNNING and not replica.drained:
                 self._drain(now_s, replica, drain_s)
             else:
-                self._wind_up(now_s, replica, gently=replica.state in _SERVING_STATES)
+                self._wind_up(now_s, replica, gently=self._listens(replica))
 
     # ---- the tables
 
-    def _go(self, now_s: float, replica: _Replica, state: ReplicaState) -> None:
+    def _go(self, now_s: float, replica: Replica, state: ReplicaState) -> None:
         assert state in TRANSITIONS[replica.state], f"{replica.state.value} -> {state.value}"
         replica.state = state
         replica.state_since_s = now_s
         self._changed = True
 
     @staticmethod
-    def _go_process(replica: _Replica, process: Process) -> None:
+    def _go_process(replica: Replica, process: Process) -> None:
         assert process in PROCESS_TRANSITIONS[replica.process], f"{replica.process.value} -> {process.value}"
         replica.process = process
 

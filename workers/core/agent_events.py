@@ -32,6 +32,12 @@ class Device:
     memory_bytes: int
     uuid: str = ""
     """As the driver names it; empty on CPU."""
+    device_type: str = ""
+    """Key into ``ModelRecord.costs``."""
+    link: str = ""
+    """Devices with an equal one can be spanned by one replica."""
+    needs_blocks: bool = False
+    """Whether a replica's memory must be one run of addresses there (engines with arenas)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,8 @@ class SpawnReplica:
     replica: ReplicaId
     device: DeviceId
     record: ModelRecord
+    peers: tuple[DeviceId, ...] = ()
+    """The other devices that it spans."""
 
 
 @dataclass(frozen=True, slots=True)

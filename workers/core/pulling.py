@@ -75,12 +75,18 @@ class PullPlanner:
         self._weights = dict(DEFAULT_WEIGHTS)
         self._waiting: frozenset[tuple[SlaClass, Lane]] | None = None
         self._paused_until_s = -inf
+        self._longest_pages = 0
         self._planned_for: tuple[int, int] | None = None
         """The room of the last plan while nothing else changed: the same room would give no new pulls."""
 
     def open(self, *, kv_pages: int, block_size: int, max_context_len: int) -> None:
         """A lane's ceiling is capped at the replica's pages, so that a small replica still serves what fits."""
-        longest_pages = ceil(max_context_len / block_size)
+        self._longest_pages = ceil(max_context_len / block_size)
+        self.set_kv_pages(kv_pages)
+
+    def set_kv_pages(self, kv_pages: int) -> None:
+        """The replica has so many pages from now on."""
+        longest_pages = self._longest_pages
         for sla_class in SlaClass:
             for lane in Lane:
                 ceiling_pages = min(LANE_PAGES_MAX.get(lane, longest_pages), longest_pages, kv_pages)

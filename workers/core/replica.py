@@ -57,6 +57,7 @@ from workers.core.replica_events import (
     EngineFailed,
     EngineStepped,
     ExitReplica,
+    KvResized,
     OfferReceived,
     Opened,
     PoolChanged,
@@ -162,6 +163,9 @@ class ReplicaCore:
                 self._planner.set_pool(event.weights, event.waiting)
             case ConcurrencySet():
                 self._slots = event.slots
+            case KvResized():
+                self._kv_pages = event.kv_pages
+                self._planner.set_kv_pages(event.kv_pages)
             case DrainStarted():
                 self._draining = True
                 self._drained = False

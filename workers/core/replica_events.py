@@ -144,6 +144,13 @@ class ConcurrencySet:
 
 
 @dataclass(frozen=True, slots=True)
+class KvResized:
+    """The engine has so many KV pages from now on."""
+
+    kv_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class DrainStarted:
     """Take nothing new; what has not been confirmed by ``deadline_s`` is given back then."""
 
@@ -177,6 +184,7 @@ ReplicaEvent = (
     | BackReceived
     | PoolChanged
     | ConcurrencySet
+    | KvResized
     | DrainStarted
     | BusReconnected
     | BusRoundTripMade

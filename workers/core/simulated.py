@@ -31,6 +31,8 @@ MESSAGE_OVERHEAD_TOKENS = 4
 BYTES_PER_TOKEN = 4
 """How the simulated engine counts the tokens of a text: UTF-8 bytes over this, rounded up."""
 TOKEN_BITS = 31
+STEP_SMOOTHING = 0.1
+"""Weight of the newest step in the running mean of step times."""
 DEFAULT_OUTPUT_TOKENS = 16
 """What a body that names no ``max_tokens`` asks for, as in OpenAI's completions."""
 
@@ -89,6 +91,11 @@ class SimulatedProfile:
 
     load_s: float = 0.0
     """Time that the start takes."""
+    wake_s: float = 0.0
+    """Time that waking takes."""
+    resizes_kv: bool = True
+    sleeps: bool = True
+    """Whether it offers another KV budget while it runs, and sleep."""
     load_fails: bool = False
     die_after_tokens: int = 0
     """The engine dies after this many tokens of all requests; 0: never."""
@@ -106,8 +113,8 @@ class SimulatedProfile:
         for name in ("prefill_token_s", "prefill_token2_s", "step_const_s", "step_request_s", "step_context_token_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative")
-        if min(self.time_scale, self.load_s, self.die_after_tokens, self.freeze_after_tokens) < 0:
-            raise ValueError("time_scale, load_s, die_after_tokens and freeze_after_tokens must not be negative")
+        if min(self.time_scale, self.load_s, self.wake_s, self.die_after_tokens, self.freeze_after_tokens) < 0:
+            raise ValueError("time_scale, load_s, wake_s, die_after_tokens and freeze_after_tokens must not be negative")
         if not 0 <= self.fail_rate <= 1:
             raise ValueError("fail_rate must be from 0 to 1")
         if self.mode not in ("hash", "instant"):
@@ -130,6 +137,9 @@ _OPTION_KINDS: dict[str, type] = {
     "tokens_per_step": int,
     "preempts": bool,
     "load_s": float,
+    "wake_s": float,
+    "resizes_kv": bool,
+    "sleeps": bool,
     "load_fails": bool,
     "die_after_tokens": int,
     "freeze_after_tokens": int,
@@ -334,7 +344,14 @@ class Ticked:
     """Time went by."""
 
 
-SimulatedEvent = RequestAdded | RequestAborted | Ticked
+@dataclass(frozen=True, slots=True)
+class KvResized:
+    """The engine has so many KV pages from now on; see :meth:`SimulatedCore.cannot_resize`."""
+
+    kv_pages: int
+
+
+SimulatedEvent = RequestAdded | RequestAborted | KvResized | Ticked
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +395,7 @@ class _Sequence:
 @dataclass(slots=True, frozen=True)
 class _Step:
     end_s: float
+    duration_s: float
     prefills: tuple[tuple[_Sequence, int], ...]
     """Sequences and the tokens of them that this step prefills."""
     decodes: tuple[_Sequence, ...]
@@ -388,6 +406,8 @@ class SimulatedCore:
 
     def __init__(self, profile: SimulatedProfile) -> None:
         self.profile = profile
+        self.kv_pages = profile.kv_pages
+        """All pages, free or not."""
         self._sequences: dict[tuple[RequestId, int], _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -400,6 +420,10 @@ class SimulatedCore:
         self.aborted = 0
         """Requests that an abort reached while they waited or ran."""
         self.preempted = 0
+        self.busy_s = 0.0
+        """Time in which steps ran."""
+        self.step_s = 0.0
+        """Running mean of a step's time."""
 
     # ---- reads
 
@@ -423,7 +447,16 @@ class SimulatedCore:
     @property
     def kv_pages_free(self) -> int:
         """Pages that nobody holds."""
-        return self.profile.kv_pages - self._pages_used
+        return self.kv_pages - self._pages_used
+
+    def cannot_resize(self, kv_pages: int) -> str:
+        """Why the engine cannot have so many pages from now on; empty when it can."""
+        if kv_pages < 1:
+            return "that is less than one page"
+        if kv_pages < self._pages_used:
+            return f"{self._pages_used} pages are in use, only {kv_pages} would be left"
+        most = max((self._pages(self._most_tokens(s.asked)) for s in self._sequences.values()), default=0)
+        return f"a request here may need {most} pages, only {kv_pages} would be left" if most > kv_pages else ""
 
     # ---- the one entry
 
@@ -442,6 +475,8 @@ class SimulatedCore:
                 commands += self._add(now_s, request)
             case RequestAborted(request, attempt):
                 self._abort(request, attempt)
+            case KvResized(kv_pages):
+                self.kv_pages = kv_pages
             case Ticked():
                 pass
             case _:
@@ -457,10 +492,10 @@ class SimulatedCore:
         if key in self._sequences:
             return []
         longest = asked.input_tokens + asked.tokens
-        if longest > self.profile.max_context_len or self._pages(self._most_tokens(asked)) > self.profile.kv_pages:
+        if longest > self.profile.max_context_len or self._pages(self._most_tokens(asked)) > self.kv_pages:
             message = (
                 f"{asked.input_tokens} input tokens and {asked.tokens} output tokens do not fit "
-                f"the context of {self.profile.max_context_len} tokens and {self.profile.kv_pages} KV pages"
+                f"the context of {self.profile.max_context_len} tokens and {self.kv_pages} KV pages"
             )
             return [EmitDeltas((self._failed(asked, asked.sent_tokens, _bad_request(message)),))]
         sequence = _Sequence(asked=asked, not_before_s=now_s + asked.first_token_s, next_index=asked.sent_tokens)
@@ -509,8 +544,8 @@ class SimulatedCore:
                 decodes.append(sequence)
         # Preemption takes the youngest, so it can take one that was not picked yet, never one that was.
         if decodes or prefills:
-            end_s = start_s + self._duration_s(decodes, prefills)
-            self._step = _Step(end_s, tuple(prefills), tuple(decodes))
+            duration_s = self._duration_s(decodes, prefills)
+            self._step = _Step(start_s + duration_s, duration_s, tuple(prefills), tuple(decodes))
 
     def _admit(self) -> None:
         """First come, first served: the head waits for its slot and pages, and nobody overtakes it."""
@@ -562,6 +597,8 @@ class SimulatedCore:
         return total_s * profile.time_scale
 
     def _end_step(self, ended: _Step) -> list[SimulatedCommand]:
+        self.busy_s += ended.duration_s
+        self.step_s += (ended.duration_s - self.step_s) * (STEP_SMOOTHING if self.step_s else 1.0)
         ready: list[_Sequence] = []
         for sequence, tokens in ended.prefills:
             if sequence.running:

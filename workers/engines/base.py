@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint
 
@@ -26,6 +27,10 @@ class EngineInfo:
     gives_token_ids: bool
     continues: bool
     """Whether a request can be continued after tokens that were already sent."""
+    resizes_kv: bool = False
+    """Whether its KV budget can be another while it runs."""
+    sleeps: bool = False
+    """Whether it can free its device's memory and come back (SCH-8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,11 @@ class EngineLoad:
     running: int
     waiting: int
     kv_pages_free: int
+    busy_s: float = 0.0
+    """Seconds since the start in which a step ran; 0 where the engine does not tell."""
+    preemptions: int = 0
+    step_s: float = 0.0
+    """Running mean of a step's time."""
 
 
 class Engine(Protocol):
@@ -81,5 +91,42 @@ class Engine(Protocol):
     def load(self) -> EngineLoad:
         """The engine's own counters, cheaply."""
 
+    async def resize_kv(self, kv_bytes: int) -> int:
+        """Gives it another KV budget and returns its pages from now on.
+
+        Raises:
+            EngineError: it cannot, or not now; nothing changed.
+        """
+
+    async def sleep(self, level: int) -> None:
+        """Frees the device's memory; nothing runs.
+
+        Raises:
+            EngineError: it cannot; nothing changed.
+        """
+
+    async def wake(self) -> EngineInfo:
+        """Comes back after :meth:`sleep`; :meth:`warm` follows.
+
+        Raises:
+            EngineError: it does not come back.
+        """
+
     async def stop(self) -> None:
         """Ends it and frees its memory; calling again does nothing."""
+
+
+class FixedEngine:
+    """What an engine answers that has the same memory from its start to its end."""
+
+    async def resize_kv(self, kv_bytes: int) -> int:
+        """Not offered."""
+        raise EngineError("resize-kv is not offered by this engine")
+
+    async def sleep(self, level: int) -> None:
+        """Not offered."""
+        raise EngineError("sleep is not offered by this engine")
+
+    async def wake(self) -> EngineInfo:
+        """Not offered."""
+        raise EngineError("wake is not offered by this engine")

@@ -25,7 +25,7 @@ from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
 from subjects.tasks import end_tasks
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
 from workers.engines.outbox import Key, Outbox
 from workers.spec import ReplicaSpec
 
@@ -49,7 +49,7 @@ _BUSY = (429, 503)
 _NOT_THE_CLIENTS = (401, 403, 404, 407, 408)
 
 
-class OpenAiHttpEngine:
+class OpenAiHttpEngine(FixedEngine):
     """The ``openai_http`` engine."""
 
     def __init__(self, spec: ReplicaSpec) -> None:

@@ -19,6 +19,7 @@ from subjects.messages import Delta, Failure
 from workers.core.simulated import (
     Die,
     EmitDeltas,
+    KvResized,
     RequestAborted,
     RequestAdded,
     SimulatedCommand,
@@ -67,6 +68,7 @@ class SimulatedEngine:
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self.profile = profile_of(spec)
+        self._block_bytes = spec.record.kv_bytes_per_token * spec.record.block_size
         self._core = SimulatedCore(self.profile)
         self._ready: deque[SimulatedCommand] = deque()
         self._wake = asyncio.Event()
@@ -82,13 +84,18 @@ class SimulatedEngine:
         await asyncio.sleep(self.profile.load_s)
         if self.profile.load_fails:
             raise EngineError("the simulated engine failed to load, as its options ask")
+        return self._info()
+
+    def _info(self) -> EngineInfo:
         return EngineInfo(
             slots=self.profile.slots,
-            kv_pages=self.profile.kv_pages,
+            kv_pages=self._core.kv_pages,
             block_size=self.profile.block_size,
             max_context_len=self.profile.max_context_len,
             gives_token_ids=True,
             continues=True,
+            resizes_kv=self.profile.resizes_kv and self._block_bytes > 0,
+            sleeps=self.profile.sleeps,
         )
 
     async def warm(self, tokens: int) -> None:
@@ -175,7 +182,31 @@ class SimulatedEngine:
 
     def load(self) -> EngineLoad:
         """The core's own counters."""
-        return EngineLoad(running=self._core.running, waiting=self._core.waiting, kv_pages_free=self._core.kv_pages_free)
+        core = self._core
+        return EngineLoad(core.running, core.waiting, core.kv_pages_free, core.busy_s, core.preempted, core.step_s)
+
+    async def resize_kv(self, kv_bytes: int) -> int:
+        """Takes or gives pages at once; pages in use cannot go."""
+        if not self.profile.resizes_kv or not self._block_bytes:
+            raise EngineError("resize-kv is not offered by this engine, as its options say")
+        pages = kv_bytes // self._block_bytes
+        refusal = self._core.cannot_resize(pages)
+        if refusal:
+            raise EngineError(refusal)
+        self._out(self._core.step(time.monotonic(), KvResized(pages)))
+        return pages
+
+    async def sleep(self, level: int) -> None:
+        """Nothing is kept that a sleep would free."""
+        if not self.profile.sleeps:
+            raise EngineError("sleep is not offered by this engine, as its options say")
+        if self._core.running or self._core.waiting:
+            raise EngineError("requests are still here")
+
+    async def wake(self) -> EngineInfo:
+        """Takes ``wake_s``."""
+        await asyncio.sleep(self.profile.wake_s)
+        return self._info()
 
     async def stop(self) -> None:
         """Ends :meth:`steps`."""

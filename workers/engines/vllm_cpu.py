@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
@@ -26,13 +27,15 @@ from workers.spec import ReplicaSpec
 if TYPE_CHECKING:
     from workers.engines.vllm_openai import Answer, OpenAiLayer
 
+STEP_SMOOTHING = 0.1
+"""Weight of the newest step in the running mean of step times."""
 IDLE_STEP_WAIT_S = 0.002
 """Pause after a step that ran no model (a grammar is still being compiled): work will come, but not from spinning."""
 STOP_TIMEOUT_S = 10.0
 """A step that does not end in this time belongs to a process that is about to exit anyway."""
 
 
-class VllmEngine:
+class VllmEngine(FixedEngine):
     """The ``vllm`` engine on CPU. One per process: vLLM keeps process globals."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -51,6 +54,8 @@ class VllmEngine:
         self._layer: OpenAiLayer | None = None
         self._jobs: dict[str, _Job | _Probe] = {}
         self._kv_pages = 0
+        self._busy_s = 0.0
+        self._step_s = 0.0
 
     async def start(self) -> EngineInfo:
         """Builds the engine in its thread (1 to 7 s once vLLM is imported)."""
@@ -101,6 +106,8 @@ class VllmEngine:
             running=running,
             waiting=max(len(scheduler.requests) - running, 0) + len(self._admissions),
             kv_pages_free=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            busy_s=self._busy_s,
+            step_s=self._step_s,
         )
 
     async def stop(self) -> None:
@@ -200,7 +207,11 @@ class VllmEngine:
         self._empty_inbox()
         if self._stopping or not self._engine.has_unfinished_requests():
             return
+        began_s = time.monotonic()
         outputs = self._engine.step()
+        took_s = time.monotonic() - began_s
+        self._busy_s += took_s
+        self._step_s += (took_s - self._step_s) * (STEP_SMOOTHING if self._step_s else 1.0)
         deltas: list[Delta] = []
         for output in outputs:
             job = self._jobs.get(output.request_id)

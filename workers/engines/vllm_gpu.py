@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.tasks import end_tasks
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
@@ -29,18 +29,20 @@ WATCH_EVERY_S = 0.5
 """How often the engine's process is asked after while nothing runs."""
 
 
-class VllmGpuEngine:
+class VllmGpuEngine(FixedEngine):
     """The ``vllm`` engine on a GPU device (``gpu<index>``, by PCI order)."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self._record = spec.record
-        self._device = spec.device
+        self._devices = (spec.device, *spec.peers)
+        self._sleeps = spec.record.engine_options.get("enable_sleep_mode") is True
         self._outbox = Outbox()
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._to_prime: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._engine: Any = None
         self._layer: OpenAiLayer | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._info: EngineInfo | None = None
         self._kv_pages = 0
         self._kv_usage = 0.0
         self._waiting = 0
@@ -66,14 +68,16 @@ class VllmGpuEngine:
         # One page of vLLM's pool is a placeholder.
         self._kv_pages = max((engine.vllm_config.cache_config.num_gpu_blocks or 1) - 1, 0)
         self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
-        return EngineInfo(
+        self._info = EngineInfo(
             slots=self._record.max_num_seqs,
             kv_pages=self._kv_pages,
             block_size=self._record.block_size,
             max_context_len=engine.model_config.max_model_len,
             gives_token_ids=True,
             continues=uses_fast_detokenizer(engine.renderer.get_tokenizer()),
+            sleeps=self._sleeps,
         )
+        return self._info
 
     async def warm(self, tokens: int) -> None:
         """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities."""
@@ -110,6 +114,22 @@ class VllmGpuEngine:
         used = round(self._kv_usage * self._kv_pages) if running else 0
         return EngineLoad(running=running - waiting, waiting=waiting, kv_pages_free=max(self._kv_pages - used, 0))
 
+    async def sleep(self, level: int) -> None:
+        """vLLM's own sleep mode, where the model's ``enable_sleep_mode`` asks for it."""
+        if not self._sleeps:
+            raise EngineError("sleep is not offered by this engine: set engine.options.enable_sleep_mode")
+        await self._engine.sleep(level)
+
+    async def wake(self) -> EngineInfo:
+        """Brings the weights back and an empty KV cache."""
+        if self._info is None:
+            raise EngineError("the engine was told to wake before it was started")
+        try:
+            await self._engine.wake_up()
+        except Exception as error:
+            raise EngineError(f"{self._record.name}: {one_line(error)}") from None
+        return self._info
+
     async def stop(self) -> None:
         """Aborts what runs and ends vLLM's process."""
         if self._stopped:
@@ -125,10 +145,10 @@ class VllmGpuEngine:
     # ---------------------------------------------------------------------------------------------------------- starting
 
     def _choose_device(self) -> None:
-        index = self._device.removeprefix("gpu")
-        if index.isdecimal() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        indexes = [device.removeprefix("gpu") for device in self._devices]
+        if all(index.isdecimal() for index in indexes) and "CUDA_VISIBLE_DEVICES" not in os.environ:
             os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-            os.environ["CUDA_VISIBLE_DEVICES"] = index
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(indexes)
 
     def _build(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -56,7 +56,8 @@ class Refused(Exception):
 
 
 def engine_arguments(record: ModelRecord) -> dict[str, Any]:
-    """Keyword arguments of vLLM's ``EngineArgs`` for ``record``. KV gets exactly ``record.kv_bytes``.
+    """Keyword arguments of vLLM's ``EngineArgs`` for ``record``. KV gets exactly ``record.kv_bytes``, shared by the
+    devices that it spans.
 
     Every other key of ``record.engine_options`` is passed on; those of the OpenAI layer are taken out.
     """
@@ -68,7 +69,8 @@ def engine_arguments(record: ModelRecord) -> dict[str, Any]:
         "max_model_len": record.max_context_len,
         "block_size": record.block_size,
         "max_num_seqs": record.max_num_seqs,
-        "kv_cache_memory_bytes": record.kv_bytes,
+        "kv_cache_memory_bytes": record.kv_bytes // record.gpus,
+        "tensor_parallel_size": record.gpus,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
