@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from profiles.hardware.devices import KINDS
 from profiles.sizes import parse_size
 from subjects.errors import ConfigError
 from subjects.ids import DeviceId
@@ -19,6 +22,9 @@ from workers.core.agent_events import Device
 CPU_MEMORY_SHARE = 0.5
 """The default budget of a CPU device, of the memory that is available at start: the rest is for the host and page cache."""
 CPU_MEMORY_BYTES_MIN = 64 * 1024 * 1024
+CPU_TYPE = "cpu"
+MEMORY_TOLERANCE = 0.15
+"""Drivers tell binary and usable sizes, makers decimal ones: this much apart is still the same card."""
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +78,15 @@ def cpu_devices(memory_bytes: int | None = None, *, index: int = 0) -> list[Devi
     """One CPU device. Its memory is a budget that replicas are charged to; by default a share of what is available now."""
     if memory_bytes is None:
         memory_bytes = max(CPU_MEMORY_BYTES_MIN, int(available_bytes() * CPU_MEMORY_SHARE))
-    return [Device(device=DeviceId(f"cpu{index}"), kind=DeviceKind.CPU, name=_cpu_name(), memory_bytes=memory_bytes)]
+    return [
+        Device(
+            device=DeviceId(f"cpu{index}"),
+            kind=DeviceKind.CPU,
+            name=_cpu_name(),
+            memory_bytes=memory_bytes,
+            device_type=CPU_TYPE,
+        )
+    ]
 
 
 def available_bytes() -> int:
@@ -99,29 +113,91 @@ def _cpu_name() -> str:
 def gpu_devices() -> list[Device]:
     """The NVIDIA GPUs of this machine, in the driver's order; none when there is no driver.
 
-    ``memory_bytes`` leaves out what the driver keeps for itself.
+    ``memory_bytes`` leaves out what the driver keeps for itself. GPUs of one type that one
+    replica could span share a ``link``.
     """
     nvml = _nvml()
     if nvml is None:
         return []
     devices = []
     try:
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        memories = [nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2) for handle in handles]
+        gpu_names = [_text(nvml.nvmlDeviceGetName(handle)) for handle in handles]
+        types = [gpu_type(name, int(memory.total)) for name, memory in zip(gpu_names, memories, strict=True)]
+        links = link_groups(types, lambda one, other: _reaches(nvml, handles[one], handles[other]))
+        for index, (handle, memory) in enumerate(zip(handles, memories, strict=True)):
             devices.append(
                 Device(
                     device=DeviceId(f"gpu{index}"),
                     kind=DeviceKind.GPU,
-                    name=_text(nvml.nvmlDeviceGetName(handle)),
+                    name=gpu_names[index],
                     memory_bytes=int(memory.total) - int(memory.reserved),
                     uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+                    device_type=types[index],
+                    link=links[index],
                 )
             )
     except nvml.NVMLError as error:
         log.warning("NVML failed while devices were listed; no GPU is used", error=str(error))
         return []
     return devices
+
+
+def gpu_type(name: str, memory_bytes: int) -> str:
+    """A GPU's kind from what its driver calls it: ``NVIDIA H100 80GB HBM3`` is a ``h100-80gb``.
+
+    Of the kinds that ``profiles.hardware`` knows it is the one of that model with the nearest memory; an unknown one is
+    named in the same way, by its memory in GB.
+    """
+    words = re.split(r"[^a-z0-9]+", name.lower().removeprefix("nvidia"))
+    of_model = [kind for kind in KINDS.values() if kind.name.split("-")[0] in words]
+    near = [kind for kind in of_model if abs(kind.memory_bytes - memory_bytes) <= MEMORY_TOLERANCE * kind.memory_bytes]
+    if near:
+        return min(near, key=lambda kind: (abs(kind.memory_bytes - memory_bytes), kind.name)).name
+    model = of_model[0].name.split("-")[0] if of_model else "-".join(word for word in words if word) or "gpu"
+    return f"{model[:40]}-{round(memory_bytes / 10**9)}gb"
+
+
+class Reach(Enum):
+    """How one GPU reaches another's memory, best first."""
+
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+    HOST = "host"
+    """Through the host's memory: slow, and still what tensor parallelism on small cards runs on."""
+
+
+def link_groups(types: Sequence[str], reach: Callable[[int, int], Reach]) -> list[str]:
+    """The link of each GPU: equal for those of one type that all reach each other at least that well.
+
+    NVLink first, so that no worse link takes a partner away; one that has no partner has no link.
+    """
+    links = [""] * len(types)
+    order = list(Reach)
+    for rank, how in enumerate(order):
+        left = [index for index, link in enumerate(links) if not link]
+        groups: list[list[int]] = []
+        for index in left:
+            for members in groups:
+                near = all(order.index(reach(member, index)) <= rank for member in members)
+                if types[members[0]] == types[index] and near:
+                    members.append(index)
+                    break
+            else:
+                groups.append([index])
+        for members in groups:
+            for member in members if len(members) > 1 else ():
+                links[member] = f"{how.value}-{members[0]}"
+    return links
+
+
+def _reaches(nvml: Any, one: Any, other: Any) -> Reach:
+    for how, index in ((Reach.NVLINK, nvml.NVML_P2P_CAPS_INDEX_NVLINK), (Reach.PCIE, nvml.NVML_P2P_CAPS_INDEX_READ)):
+        with suppress(nvml.NVMLError):
+            if nvml.nvmlDeviceGetP2PStatus(one, other, index) == nvml.NVML_P2P_STATUS_OK:
+                return how
+    return Reach.HOST
 
 
 def gpu_used_bytes(devices: Sequence[Device]) -> tuple[tuple[DeviceId, int], ...]:

@@ -12,7 +12,7 @@ import pytest
 
 from subjects.errors import ConfigError
 from subjects.messages import DeviceKind
-from workers.devices import available_bytes, cpu_devices, parse_devices
+from workers.devices import Reach, available_bytes, cpu_devices, gpu_type, link_groups, parse_devices
 
 FAKE_NVML = r"""
 #include <string.h>
@@ -40,6 +40,7 @@ PROBE = """
 from workers.devices import gpu_devices, gpu_used_bytes, parse_devices
 found = gpu_devices()
 print([(d.device, d.kind.value, d.name, d.memory_bytes, d.uuid) for d in found], gpu_used_bytes(found))
+print([(d.device_type, d.link) for d in found])
 print([d.device for d in parse_devices(())], [d.device for d in parse_devices(("gpu:1", "cpu:1GiB"))])
 """
 
@@ -66,8 +67,48 @@ def test_gpus_are_what_nvml_says(tmp_path: Path) -> None:
             "[('gpu0', 'gpu', 'Pretend GPU', 79000, 'GPU-0'), ('gpu1', 'gpu', 'Pretend GPU', 79000, 'GPU-1')] "
             "(('gpu0', 500), ('gpu1', 501))"
         ),
+        "[('pretend-gpu-0gb', 'host-0'), ('pretend-gpu-0gb', 'host-0')]",
         "['gpu0', 'gpu1'] ['gpu1', 'cpu0']",
     ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_bytes", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 81559 << 20, "h100-80gb"),
+        ("NVIDIA A100-SXM4-80GB", 81920 << 20, "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", 40960 << 20, "a100-43gb"),
+        ("NVIDIA H200", 143771 << 20, "h200-141gb"),
+        ("NVIDIA L4", 23034 << 20, "l4-24gb"),
+        ("NVIDIA L40S", 46068 << 20, "l40s-48gb"),
+        ("NVIDIA A10G", 23028 << 20, "a10g-24gb"),
+        ("NVIDIA GeForce RTX 4090", 24564 << 20, "geforce-rtx-4090-26gb"),
+        ("", 16 << 30, "gpu-17gb"),
+    ],
+)
+def test_a_gpu_has_a_kind(name: str, memory_bytes: int, expected: str) -> None:
+    """The key of its costs: a known one where model and memory fit, else one made in the same way (SCH-3)."""
+    assert gpu_type(name, memory_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("types", "nvlinks", "links"),
+    [
+        ("h", "", ["-"]),
+        ("hh", "01", ["nvlink-0", "nvlink-0"]),
+        ("hhhh", "02 13", ["nvlink-0", "nvlink-1", "nvlink-0", "nvlink-1"]),
+        ("hhaa", "", ["host-0", "host-0", "host-2", "host-2"]),
+        ("hhh", "12", ["-", "nvlink-1", "nvlink-1"]),
+        ("hah", "01", ["host-0", "-", "host-0"]),
+    ],
+)
+def test_gpus_that_one_replica_can_span_share_a_link(types: str, nvlinks: str, links: list[str]) -> None:
+    """The best link first, one type only, nobody twice (SCH-1)."""
+
+    def reach(one: int, other: int) -> Reach:
+        return Reach.NVLINK if f"{one}{other}" in nvlinks.split() else Reach.HOST
+
+    assert [link or "-" for link in link_groups(types, reach)] == links
 
 
 def test_a_driver_that_does_not_answer_means_no_gpu(tmp_path: Path) -> None:
@@ -81,9 +122,9 @@ def test_a_driver_that_does_not_answer_means_no_gpu(tmp_path: Path) -> None:
 def test_cpu_devices_are_budgets() -> None:
     """As given, numbered in order; by default a share of what is available."""
     found = parse_devices(("cpu:2GiB", "cpu:1GiB"))
-    assert [(d.device, d.kind, d.memory_bytes) for d in found] == [
-        ("cpu0", DeviceKind.CPU, 2 << 30),
-        ("cpu1", DeviceKind.CPU, 1 << 30),
+    assert [(d.device, d.kind, d.memory_bytes, d.device_type, d.link) for d in found] == [
+        ("cpu0", DeviceKind.CPU, 2 << 30, "cpu", ""),
+        ("cpu1", DeviceKind.CPU, 1 << 30, "cpu", ""),
     ]
     (default,) = cpu_devices()
     assert 0 < default.memory_bytes < max(available_bytes(), default.memory_bytes + 1)
