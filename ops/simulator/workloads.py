@@ -8,7 +8,7 @@ dedicated split that meets the SLO over the day is the stated one; constants and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,8 +52,17 @@ def workload(name: str, *, full: bool = False, load: float = 1.0) -> Workload:
 # ------------------------------------------------------------------------------------------------------------- ServeGen
 
 
-def _lines(name: str, lines: Mapping[str, str], devices: int, full: bool, load: float) -> Workload:
-    """ServeGen models (names) as models of our sizes."""
+LINES: dict[str, dict[str, str]] = {
+    "five-lines": {"m-small": "3.8B", "m-mid": "8B", "mm-image": "14B", "deepseek-r1": "32B", "m-large": "70B"},
+    "busy-few": {"m-small": "8B", "m-mid": "32B", "deepseek-r1": "70B", "m-large": "70B"},
+}
+"""Which of our sizes each ServeGen model is served as."""
+DEVICES = {"five-lines": 16, "busy-few": 80}
+
+
+def _lines(name: str, full: bool, load: float) -> Workload:
+    """Business lines: ServeGen models on one clock."""
+    lines = LINES[name]
     constants = rates.SCALES[name]
 
     def trace(seed: int, window: Window) -> Trace:
@@ -77,7 +86,7 @@ def _lines(name: str, lines: Mapping[str, str], devices: int, full: bool, load: 
         models=tuple(sim_model(size, line) for line, size in lines.items()),
         windows=(DAY_WINDOW,) if full else HEADLINE_WINDOWS,
         trace=trace,
-        pool=PoolSpec(devices=devices),
+        pool=PoolSpec(devices=DEVICES[name]),
         static_replicas=dict(rates.STATIC[name]),
     )
 
@@ -85,16 +94,6 @@ def _lines(name: str, lines: Mapping[str, str], devices: int, full: bool, load: 
 @functools.cache
 def _servegen() -> dict[str, servegen.ServeGenModel]:
     return servegen.packaged()
-
-
-def _five_lines(full: bool, load: float) -> Workload:
-    lines = {"m-small": "3.8B", "m-mid": "8B", "mm-image": "14B", "deepseek-r1": "32B", "m-large": "70B"}
-    return _lines("five-lines", lines, 16, full, load)
-
-
-def _busy_few(full: bool, load: float) -> Workload:
-    lines = {"m-small": "8B", "m-mid": "32B", "deepseek-r1": "70B", "m-large": "70B"}
-    return _lines("busy-few", lines, 80, full, load)
 
 
 # ------------------------------------------------------------------------------------------------------------ long tail
@@ -146,7 +145,8 @@ def _long_tail(full: bool, load: float) -> Workload:
 
 BURST_FACTORS = {"code": 5.0, "conv": 2.7}
 BURST_SIZES = {"code": "8B", "conv": "14B"}
-BURST_JITTER_S = 5.0
+BURST_JITTER_S = 1.0
+"""Small: copies of one burst stay one burst, as when more users work on the same code base."""
 BURST_END_S = 3_570.0
 """After the last request of either service."""
 
@@ -326,8 +326,8 @@ def _scale(full: bool, load: float) -> Workload:
 
 
 _MADE: dict[str, Callable[[bool, float], Workload]] = {
-    "five-lines": _five_lines,
-    "busy-few": _busy_few,
+    "five-lines": functools.partial(_lines, "five-lines"),
+    "busy-few": functools.partial(_lines, "busy-few"),
     "long-tail": _long_tail,
     "burst": _burst,
     "pulse": _pulse,
