@@ -30,6 +30,7 @@ from broker.core.actions import Actions
 from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.describe import seconds_text
 from broker.core.digest import DigestBuilder
+from broker.core.journal import Course, resume
 from broker.core.planning import Outlook, Planner, Want
 from broker.core.policy import Policy
 from broker.core.pool import Changes, Pool, Presence, Replica
@@ -72,10 +73,11 @@ from broker.core.scheduler_events import (
 from broker.core.transaction import Fault, Stage, Transaction
 from broker.core.transactions import Transactions
 from broker.core.view import ViewBuilder
-from subjects.ids import ModelHash
+from subjects.ids import DeviceId, ModelHash, WorkerId
 from subjects.messages import (
     Alert,
     CommandOutcome,
+    JournalEntry,
     Mode,
     ModelRecord,
     OperationEnded,
@@ -118,6 +120,7 @@ class SchedulerCore:
         self._listening = True
         self._unix_offset_s = 0.0
         self._restores: list[Want] = []
+        self._unfinished: tuple[JournalEntry, ...] = ()
         self._told: tuple[int, int, int, int] | None = None
         self._alerted: dict[tuple[str, str], float] = {}
         self._looked_s = -math.inf
@@ -178,7 +181,7 @@ class SchedulerCore:
             case DrainRequested():
                 self._drain_requested(now_s, event, out)
             case WorkerClosed():
-                self.pool.close(event.name, True, event.device)
+                self.pool.close(event.name, True, event.device, bound_s=event.bound_s)
             case WorkerOpened():
                 self.pool.close(event.name, False, event.device)
             case DeviceLocked():
@@ -190,6 +193,7 @@ class SchedulerCore:
             case ReplicaUnlocked():
                 self.pool.lock_replica(event.replica, False)
             case JournalRestored():
+                self._unfinished = event.entries
                 decide = False
             case DigestRestored():
                 self.digests.restore(event.digest)
@@ -202,6 +206,7 @@ class SchedulerCore:
                 self.pool.take_flow()
             case LeadershipLost():
                 self.epoch = None
+                self._unfinished = ()
                 self.transactions.lead(0)
             case BusRoundTripMade():
                 self.pool.round_trip(now_s)
@@ -214,6 +219,8 @@ class SchedulerCore:
         if decide and self.leads:
             self._settle(now_s, out)
             if self._may_decide(now_s):
+                if self._unfinished:
+                    self._resume(now_s, out)
                 self._decide(now_s, out)
             self._publish(now_s, out)
         journal = self.transactions.take_journal()
@@ -391,12 +398,32 @@ class SchedulerCore:
 
     def _compensate(self, transaction: Transaction, record: ModelRecord) -> None:
         """Victims that somebody wants come back to where they were, before anybody else is placed."""
-        for victim in transaction.victims.values():
-            theirs = self.catalogue.of_hash(victim.model_hash)
-            if theirs is not None and victim.gone:
-                why = f"back, since loading {record.name} failed"
-                device = (transaction.worker, transaction.device)
-                self._restores.append(Want(theirs, 0.0, why, evicts=False, restores=True, device=device))
+        gone = [victim.model_hash for victim in transaction.victims.values() if victim.gone]
+        self._bring_back(gone, transaction.worker, transaction.devices, record.name)
+
+    def _bring_back(self, models: list[ModelHash], worker: WorkerId, devices: tuple[DeviceId, ...], newcomer: str) -> None:
+        for model_hash in models:
+            record = self.catalogue.of_hash(model_hash)
+            if record is not None:
+                why = f"back, since loading {newcomer} failed"
+                device = (worker, devices[0])
+                self._restores.append(Want(record, 0.0, why, evicts=False, restores=True, device=device))
+
+    def _resume(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """Goes on with what earlier leaders left unfinished, before anything new is decided."""
+        entries, self._unfinished = self._unfinished, ()
+        for resumption in resume(entries, self.pool, self.catalogue):
+            refusal = ""
+            if resumption.course is Course.GO_ON:
+                refusal = self.actions.take_up(now_s, resumption, out)
+                if not refusal:
+                    continue
+            failure = "" if resumption.course is Course.FINISHED else refusal or resumption.why
+            self.transactions.close(now_s, resumption.recorded.name, failure)
+            if refusal or resumption.course is Course.MAKE_GOOD:
+                began = resumption.recorded.began
+                what = began.record.name if began.record is not None else "another model"
+                self._bring_back([model_hash for _, model_hash in resumption.gone], began.worker, began.devices, what)
 
     # ---------------------------------------------------------------------------------------------------------- deciding
 
@@ -489,13 +516,14 @@ class SchedulerCore:
             if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is ReplicaState.FAILED:
                 continue
             record = self.catalogue.of_hash(replica.report.model_hash)
+            drained, bound_s = self.pool.drained(replica)
             if replica.dead:
                 self.actions.retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
             elif record is None:
                 forced = replica.report.state is not ReplicaState.READY
                 self.actions.retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
-            elif self.pool.is_closed(replica.worker, replica.report.device) and replica.report.state is ReplicaState.READY:
-                self.actions.retire(now_s, replica, "its worker is drained by a person", out=out)
+            elif drained and replica.report.state is ReplicaState.READY:
+                self.actions.retire(now_s, replica, "its device is drained by a person", drain_s=bound_s, out=out)
             elif replica.report.state is ReplicaState.DRAINING:
                 self.actions.retire(now_s, replica, "its drain was begun and nobody finishes it", out=out)
             elif (

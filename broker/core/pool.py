@@ -213,7 +213,7 @@ class Pool:
         self._ingresses: dict[IngressId, _Ingress] = {}
         self._flow: dict[ModelHash, Flow] = {}
         self._ended: dict[ReplicaId, None] = {}
-        self._closed: dict[tuple[str, DeviceId | None], None] = {}
+        self._closed: dict[tuple[str, DeviceId | None], float | None] = {}
         self._locked_devices: dict[tuple[str, DeviceId], None] = {}
         self._locked_replicas: dict[ReplicaId, None] = {}
         self.workers: dict[WorkerId, Worker] = {}
@@ -272,11 +272,11 @@ class Pool:
             self.news += 1
             self._devices.clear()
 
-    def close(self, name: str, closed: bool, device: DeviceId | None = None) -> None:
+    def close(self, name: str, closed: bool, device: DeviceId | None = None, *, bound_s: float | None = None) -> None:
         """A person drains the workers of this name (without incarnation), those to come included, or one device of them; or
         opens them again."""
         if closed:
-            self._closed[(name, device)] = None
+            self._closed[(name, device)] = bound_s
         else:
             self._closed.pop((name, device), None)
         for worker in self.workers.values():
@@ -306,6 +306,14 @@ class Pool:
         """Whether a person drains that device, or its whole worker."""
         name = base_name(worker)
         return (name, None) in self._closed or (name, device) in self._closed
+
+    def drained(self, replica: Replica) -> tuple[bool, float | None]:
+        """Whether a person drains a device of that replica, and how long its requests may take (None: the usual time)."""
+        name = base_name(replica.worker)
+        for key in ((name, None), *((name, device) for device in replica.devices)):
+            if key in self._closed:
+                return True, self._closed[key]
+        return False, None
 
     def device_locked(self, worker: WorkerId, device: DeviceId) -> bool:
         """Whether a person locked that device."""
