@@ -11,6 +11,7 @@ _DAY_SHARE = 0.35
 """How much a new day counts against all earlier ones; the last five days make up nine tenths."""
 _WEEK_SHARE = 0.5
 _UNKNOWN = -1.0
+_ANSWERS_MAX = 64
 
 
 class _Table:
@@ -38,25 +39,51 @@ class _Table:
 class Seasons:
     """Rates by time of day, and from the second week on by time of week. Numbers of bins count from the Unix epoch."""
 
+    __slots__ = ("_day", "_known", "_week", "bins")
+
     def __init__(self) -> None:
         self._day: _Table | None = None
         self._week: _Table | None = None
-        self._first: int | None = None
+        self._known: dict[tuple[bool, int, int], float | None] = {}
+        """Answers since the last bin."""
+        self.bins = 0
+        """Learned so far."""
 
     def learn(self, bin_number: int, rate: float) -> None:
         """A bin is over that was heard for most of its time."""
-        if self._day is None or self._first is None:
-            self._day, self._first = _Table(DAY_BINS, _DAY_SHARE), bin_number
+        self.bins += 1
+        self._known.clear()
+        if self._day is None:
+            self._day = _Table(DAY_BINS, _DAY_SHARE)
         self._day.learn(bin_number, rate)
-        if self._week is None and bin_number - self._first >= DAY_BINS:
+        if self._week is None and self.bins > DAY_BINS:
             self._week = _Table(WEEK_BINS, _WEEK_SHARE)
         if self._week is not None:
             self._week.learn(bin_number, rate)
 
-    def day_rate(self, bin_number: int) -> float | None:
-        """The usual rate at this time of day; None where no earlier day was seen."""
-        return None if self._day is None else self._day.rate(bin_number)
+    def day_rate(self, first: int, last: int) -> float | None:
+        """The usual mean rate at this time of day, over bins ``first`` to ``last``; None where no earlier day was seen."""
+        return self._over(False, first, last)
 
-    def week_rate(self, bin_number: int) -> float | None:
-        """The usual rate at this time of the week; None where no earlier week was seen."""
-        return None if self._week is None else self._week.rate(bin_number)
+    def week_rate(self, first: int, last: int) -> float | None:
+        """The same at this time of the week; None where no earlier week was seen."""
+        return self._over(True, first, last)
+
+    def _over(self, week: bool, first: int, last: int) -> float | None:
+        table = self._week if week else self._day
+        if table is None:
+            return None
+        asked = (week, first, last)
+        if asked in self._known:
+            return self._known[asked]
+        if len(self._known) >= _ANSWERS_MAX:
+            self._known.clear()
+        total: float | None = 0.0
+        for number in range(first, last + 1):
+            rate = table.rate(number)
+            if rate is None or total is None:
+                total = None
+                break
+            total += rate
+        answer = self._known[asked] = None if total is None else total / (last + 1 - first)
+        return answer

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from broker.core.seasons import BIN_S, Seasons
@@ -32,9 +31,15 @@ _TREND_S = _MEANS_S[3] - _MEANS_S[2]
 """A running mean lags by its time constant, so two of them give a slope over the difference."""
 _DAMPING_S = 300.0
 """A slope is followed for that long, fading."""
-_POWER = 3
+_POWER = 5
 _SURGE_DEVIATIONS = 5.0
 _SURGE_REQUESTS_MIN = 4.0
+_SEASON_HORIZON_S_MIN = 60.0
+"""Below this the time of day says nothing that the last minutes do not say better."""
+_DAY_SHARE = 0.4
+"""Where the day has a weak shape, leaning towards it does better than following it (ServeGen, three models, a week)."""
+_PAST_BINS = 12
+"""The longest running mean speaks of about the last hour."""
 _ZERO_RUN_MAX = 64
 """Longer runs without load are closed at once, and not judged."""
 
@@ -261,20 +266,21 @@ class Series:
         # The shorter mean speaks of a time constant ago; from there the slope fades.
         ahead_s = _DAMPING_S * (1.0 - math.exp(-(middle_s + _MEANS_S[2]) / _DAMPING_S))
         trend = max(0.0, means[2] + slope * ahead_s)
-        base = means[3]
+        if end_s < _SEASON_HORIZON_S_MIN or not self.seasons.bins:
+            return [*means, trend, means[3], means[3], means[4]]
+        base = means[4]
         now_s = self.window + bin_offset_s
-        begin, end = int(now_s + begin_s) // BIN_S, int(now_s + end_s) // BIN_S
-        day_now = self.seasons.day_rate(int(now_s - _MEANS_S[3]) // BIN_S)
-        day = _span(self.seasons.day_rate, begin, end) if day_now is not None else None
-        week_now = self.seasons.week_rate(int(now_s - _MEANS_S[3]) // BIN_S)
-        week = _span(self.seasons.week_rate, begin, end) if week_now is not None else None
-        by_day = _scaled(base, day_now, day)
+        begin, end, now = int(now_s + begin_s) // BIN_S, int(now_s + end_s) // BIN_S, int(now_s) // BIN_S
+        seasons, past = self.seasons, now - _PAST_BINS
+        day, day_past = seasons.day_rate(begin, end), seasons.day_rate(past, now - 1)
+        week, week_past = seasons.week_rate(begin, end), seasons.week_rate(past, now - 1)
+        by_day = _scaled(base, day_past, day)
         return [
             *means,
             trend,
             by_day,
-            base if day is None else day,
-            by_day if week is None else _scaled(base, week_now, week),
+            base if day is None else _DAY_SHARE * day + (1.0 - _DAY_SHARE) * base,
+            by_day if week is None else _scaled(base, week_past, week),
         ]
 
     @staticmethod
@@ -328,16 +334,6 @@ def _nearest(horizon_s: float) -> int:
 def surge_share(horizon_s: float) -> float:
     """How far the mean to a horizon follows a surge: wholly for two minutes, then less, since most surges end soon."""
     return min(1.0, 120.0 / horizon_s) if horizon_s > 0.0 else 1.0
-
-
-def _span(rate: Callable[[int], float | None], begin: int, end: int) -> float | None:
-    total = 0.0
-    for number in range(begin, end + 1):
-        value = rate(number)
-        if value is None:
-            return None
-        total += value
-    return total / (end + 1 - begin)
 
 
 def _scaled(base: float, now: float | None, then: float | None) -> float:
