@@ -20,10 +20,10 @@ SUSTAINED_S = 10
 """Windows of one second that make up one value of the sustained ring."""
 HORIZONS_S = (1, 3, 10, 120, 1800)
 """Horizons at which forecasts are judged; a horizon in between uses the nearest one's weights."""
-_STRIDES = (3, 3, 5, 30, 300)
+_STRIDES = (5, 5, 10, 30, 300)
 """Seconds between two judgements per horizon."""
-_MEMORY = (240, 240, 240, 120, 48)
-"""Judgements that count, per horizon: from a quarter of an hour to four hours."""
+_MEMORY = (150, 150, 120, 120, 288)
+"""Judgements that count, per horizon: from a quarter of an hour to a day, since a season proves itself once a day."""
 _MEANS_S = (2.0, 10.0, 60.0, 300.0, 1800.0)
 """Time constants of the running means."""
 _SHARES = tuple(1.0 - math.exp(-WINDOW_S / tau_s) for tau_s in _MEANS_S)
@@ -32,7 +32,8 @@ _TREND_S = _MEANS_S[3] - _MEANS_S[2]
 _DAMPING_S = 300.0
 """A slope is followed for that long, fading."""
 _POWER = 5
-_SURGE_DEVIATIONS = 5.0
+_SURGE_DEVIATIONS = 8.0
+"""One heavy request after a calm, of whatever size, moves the means by 7.4."""
 _SURGE_REQUESTS_MIN = 4.0
 _SEASON_HORIZON_S_MIN = 60.0
 """Below this the time of day says nothing that the last minutes do not say better."""
@@ -99,6 +100,8 @@ class _Judged:
     """Discounted mean square error of each."""
     mixed: float = 0.0
     """That of the mixture."""
+    level: float = 0.0
+    """What came, over the same judgements."""
     count: int = 0
     pending: deque[tuple[int, float, list[float], float]] | None = None
     """Due window, work until then, each simple forecast, the mixture."""
@@ -246,9 +249,14 @@ class Series:
     # ------------------------------------------------------------------------------------------------------- forecasting
 
     def mix(self, horizon_s: float, begin_s: float, end_s: float, bin_offset_s: float) -> tuple[float, float]:
-        """The expected mean rate between two moments ahead, and the error that it lately had at ``horizon_s``."""
+        """The expected mean rate between two moments ahead, and the error that it lately had at ``horizon_s``.
+
+        A rate lower than that at which the error was seen has a smaller one in proportion.
+        """
         judged = self._judged[_nearest(horizon_s)]
-        return self._mixed(judged, self._experts(begin_s, end_s, bin_offset_s)), math.sqrt(judged.mixed)
+        mean = self._mixed(judged, self._experts(begin_s, end_s, bin_offset_s))
+        error = math.sqrt(judged.mixed)
+        return mean, error * mean / judged.level if mean < judged.level else error
 
     def surge(self) -> float | None:
         """The rate of the last seconds where it lies far above what noise explains, else None."""
@@ -313,6 +321,7 @@ class Series:
                 miss = expert - came
                 errors[number] += share * (miss * miss - errors[number])
             judged.mixed += share * ((mixed - came) ** 2 - judged.mixed)
+            judged.level += share * (came - judged.level)
         experts = self._experts(0.0, float(horizon_s), bin_offset_s)
         pending.append((self.window + horizon_s, self._total, experts, self._mixed(judged, experts)))
 

@@ -1,0 +1,257 @@
+"""Forecasts of work per model and length class (SCH-5)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.core.forecast import ALL_CLASSES, NOTHING, DeclaredEvent, Forecaster, ForecastSettings
+from broker.core.seasons import BIN_S, DAY_BINS, Seasons
+from broker.core.series import Ring, Series, SeriesSettings, surge_share
+from subjects.ids import ModelHash
+
+A, B = ModelHash("a" * 64), ModelHash("b" * 64)
+DAY_S = 86_400
+
+
+def run(forecaster: Forecaster, begin_s: int, rates: list[float], model: ModelHash = A, per_s: int = 1) -> float:
+    """One look a second; ``rates`` has the work of each second. Returns the time after it."""
+    for step, rate in enumerate(rates):
+        now_s = begin_s + step + 0.5
+        if rate:
+            forecaster.observe(now_s, (model, 0), rate, per_s)
+        forecaster.heard(now_s)
+    now_s = float(begin_s + len(rates))
+    forecaster.heard(now_s)
+    return now_s
+
+
+def test_steady_load_is_forecast_as_it_is() -> None:
+    """Without change every figure of every horizon is the load itself, for the class and for all classes."""
+    forecaster = Forecaster()
+    now_s = run(forecaster, 0, [2.0] * 400)
+    for horizon_s in (0.2, 3.0, 10.0, 120.0, 1800.0):
+        for key in ((A, 0), (A, ALL_CLASSES)):
+            forecast = forecaster.predict(now_s, key, horizon_s)
+            figures = (
+                forecast.mean,
+                forecast.p95,
+                forecast.p99,
+                forecast.peak,
+                forecast.sustained_p95,
+                forecast.sustained_p99,
+            )
+            assert figures == pytest.approx((2.0,) * 6)
+            assert (forecast.surging, forecast.observed_s) == (False, 400.0)
+    assert forecaster.rate_at(now_s, (A, 0), 60.0) == pytest.approx(2.0)
+
+
+def test_a_model_never_seen_has_no_load() -> None:
+    """A new model's forecast is zero and says that it was observed for no time."""
+    forecaster = Forecaster()
+    run(forecaster, 0, [1.0])
+    assert forecaster.predict(1.0, (B, 0), 10.0) == NOTHING
+    assert forecaster.rate_at(1.0, (B, 0), 10.0) == 0.0
+
+
+def test_a_new_model_counts_from_its_first_request() -> None:
+    """The running means of a young series are plain means, so the first seconds are not diluted by time before it."""
+    forecaster = Forecaster()
+    run(forecaster, 0, [0.0] * 100)
+    now_s = run(forecaster, 100, [3.0] * 5)
+    forecast = forecaster.predict(now_s, (A, 0), 120.0)
+    assert forecast.mean == pytest.approx(3.0)
+    assert forecast.observed_s == 5.0
+
+
+def test_zero_load_fades_and_a_gap_does_not() -> None:
+    """Seconds without load lower the forecast; seconds that nobody heard of do not (a gap is not zero load)."""
+    quiet, deaf = Forecaster(), Forecaster()
+    for forecaster in (quiet, deaf):
+        run(forecaster, 0, [2.0] * 600)
+    run(quiet, 600, [0.0] * 600)
+    assert quiet.predict(1200.0, (A, 0), 120.0).mean < 0.05
+    assert quiet.predict(1200.0, (A, 0), 120.0).peak < 0.6
+    deaf.observe(1200.0, (A, 0), 1200.0)  # What was counted meanwhile comes as one lump, and is left out.
+    deaf.heard(1200.0)
+    assert deaf.predict(1200.0, (A, 0), 120.0).mean == pytest.approx(2.0)
+    now_s = run(deaf, 1201, [2.0] * 60)
+    assert deaf.predict(now_s, (A, 0), 120.0).peak == pytest.approx(2.0)
+
+
+def test_zero_load_for_hours_is_closed_at_once() -> None:
+    """A long silence that was heard costs as little as a short one, and ends in a forecast of nothing."""
+    forecaster = Forecaster(ForecastSettings(settle_per_look=1))
+    run(forecaster, 0, [1.0] * 60)
+    for now_s in range(60, 20_000, 4):
+        forecaster.heard(float(now_s))
+    assert forecaster.predict(19_996.0, (A, 0), 120.0).mean == pytest.approx(0.0, abs=1e-6)
+    series = Series(SeriesSettings(), 0)
+    series.add(5.0, 1)
+    series.settle(10 * DAY_S, 0.0)
+    assert (series.windows, series.bursts.quantile(1.0), series.surge()) == (10 * DAY_S, 0.0, None)
+    assert series.mix(1800.0, 0.0, 1800.0, 0.0)[0] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_quantiles_tell_bursts_from_the_mean() -> None:
+    """One second in ten with all the load: the mean is a tenth, the p95 is the burst, ten seconds are even."""
+    forecaster = Forecaster()
+    now_s = run(forecaster, 0, ([10.0] + [0.0] * 9) * 60)
+    forecast = forecaster.predict(now_s, (A, 0), 120.0)
+    assert forecast.mean == pytest.approx(1.0, rel=0.15)
+    assert 9.0 < forecast.p95 <= forecast.p99 <= forecast.peak < 12.0
+    assert forecast.sustained_p99 < 1.5
+
+
+def test_a_surge_is_followed_at_once() -> None:
+    """Load that jumps far above its noise moves the next two minutes' mean within seconds, and half an hour's less."""
+    forecaster = Forecaster()
+    calm = [0.9, 1.1, 1.0, 1.2, 0.8] * 100
+    now_s = run(forecaster, 0, calm, per_s=10)
+    assert not forecaster.predict(now_s, (A, 0), 120.0).surging
+    now_s = run(forecaster, 500, [8.0] * 5, per_s=80)
+    forecast = forecaster.predict(now_s, (A, 0), 120.0)
+    assert forecast.surging
+    assert forecast.mean > 3.5
+    assert forecaster.predict(now_s, (A, 0), 1800.0).mean < forecast.mean
+    assert [surge_share(horizon_s) for horizon_s in (0.0, 120.0, 1200.0)] == [1.0, 1.0, 0.1]
+
+
+def test_one_heavy_request_is_no_surge() -> None:
+    """A single long prompt is work, not a change of traffic."""
+    forecaster = Forecaster()
+    run(forecaster, 0, [0.1] * 500)
+    now_s = run(forecaster, 500, [40.0])
+    assert not forecaster.predict(now_s, (A, 0), 120.0).surging
+
+
+def test_the_day_is_learned() -> None:
+    """After one day with a step at 3 h the forecast ten minutes before it is above the load now, unlike the last value."""
+    forecaster = Forecaster(ForecastSettings(gap_s=100.0), unix_offset_s=7 * 3600.0)
+    step, end = 3 * 60, DAY_S // 60 + 3 * 60 - 10
+    for minute in range(end):
+        busy = step <= minute % 1440 < step + 480
+        forecaster.observe(minute * 60.0, (A, 0), (4.0 if busy else 1.0) * 60.0, 60)
+        forecaster.heard(minute * 60.0)
+        forecaster.heard(minute * 60.0 + 30)
+    now_s = end * 60.0
+    forecaster.heard(now_s)
+    assert forecaster.predict(now_s, (A, 0), 1800.0).mean > 1.5  # Ten minutes at 1 and twenty at 4 make 3.
+    assert forecaster.rate_at(now_s, (A, 0), 1200.0) > 1.5 * forecaster.rate_at(now_s, (A, 0), 60.0)
+
+
+def test_seasons_need_an_earlier_day() -> None:
+    """What was never seen is unknown; a bin leans on its neighbours; the week is told apart from the second week on."""
+    seasons = Seasons()
+    for number in range(9 * DAY_BINS):
+        weekend = number // DAY_BINS % 7 in (5, 6)
+        seasons.learn(number, 1.0 if weekend else 3.0)
+        if number == DAY_BINS // 2:
+            assert seasons.day_rate(number + 2, number + 3) is None
+            assert seasons.day_rate(0, 5) == 3.0
+    saturday = 12 * DAY_BINS
+    assert seasons.week_rate(saturday + 100, saturday + 110) == 1.0
+    assert seasons.week_rate(saturday - 100, saturday - 90) == 3.0
+    assert seasons.day_rate(100, 110) == pytest.approx(3.0, abs=0.9)
+    assert BIN_S * DAY_BINS == DAY_S
+
+
+def test_an_event_is_foreseen_and_leaves_no_trace() -> None:
+    """A declared event multiplies what is expected in its time, by the share that it covers; afterwards all is as before."""
+    forecaster = Forecaster()
+    now_s = run(forecaster, 0, [2.0] * 600)
+    forecaster.declare(DeclaredEvent("sale", 660.0, 1260.0, A, factor=3.0))
+    assert forecaster.predict(now_s, (A, 0), 30.0).mean == pytest.approx(2.0)
+    assert forecaster.predict(now_s, (A, 0), 120.0).mean == pytest.approx(4.0)
+    assert forecaster.rate_at(now_s, (A, 0), 90.0) == pytest.approx(6.0)
+    now_s = run(forecaster, 600, [2.0] * 60 + [6.0] * 540)
+    assert forecaster.predict(now_s, (A, 0), 10.0).mean == pytest.approx(6.0)
+    assert forecaster.rate_at(now_s, (A, 0), 120.0) == pytest.approx(2.0)
+    forecaster.withdraw("sale")
+    forecaster.withdraw("sale")
+    assert forecaster.predict(now_s, (A, 0), 10.0).mean == pytest.approx(2.0)
+
+
+def test_an_event_can_announce_a_new_model() -> None:
+    """``at_least`` gives a forecast to a model that nobody has called yet; it is told of all classes together."""
+    forecaster = Forecaster()
+    forecaster.declare(DeclaredEvent("launch", 100.0, 200.0, B, at_least=5.0))
+    assert forecaster.predict(100.0, (B, ALL_CLASSES), 100.0).mean == 5.0
+    assert forecaster.predict(0.0, (B, ALL_CLASSES), 200.0).p95 == 2.5
+    assert forecaster.predict(100.0, (B, 0), 100.0) == NOTHING
+    assert forecaster.predict(100.0, (A, ALL_CLASSES), 100.0) == NOTHING
+    assert forecaster.rate_at(0.0, (B, ALL_CLASSES), 150.0) == 5.0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        DeclaredEvent("x", 1.0, 1.0),
+        DeclaredEvent("x", 0.0, 1.0, factor=0.0),
+        DeclaredEvent("x", 0.0, 1.0, factor=math.nan),
+        DeclaredEvent("x", 0.0, 1.0, at_least=-1.0),
+    ],
+)
+def test_a_wrong_event_is_refused(event: DeclaredEvent) -> None:
+    """An event without time, or with a factor that is no factor."""
+    with pytest.raises(ValueError, match="event 'x'"):
+        Forecaster().declare(event)
+
+
+def test_memory_is_bounded() -> None:
+    """More keys than fit push out the one without load for longest; events likewise by their end."""
+    forecaster = Forecaster(ForecastSettings(keys_max=4, events_max=2))
+    for number in range(6):
+        forecaster.observe(float(number), (ModelHash(f"{number:064x}"), 0), 1.0)
+        forecaster.heard(float(number))
+    assert len(forecaster) == 4
+    forecaster.heard(6.0)
+    assert forecaster.predict(6.0, (ModelHash(f"{5:064x}"), 0), 10.0).observed_s > 0
+    assert forecaster.predict(6.0, (ModelHash(f"{0:064x}"), 0), 10.0) == NOTHING
+    for number in range(3):
+        forecaster.declare(DeclaredEvent(f"e{number}", 0.0, 10.0 + number, A, at_least=1.0 + number))
+    assert forecaster.predict(0.0, (A, ALL_CLASSES), 5.0).mean == 3.0
+    assert forecaster.predict(10.5, (A, ALL_CLASSES), 0.0).mean == 3.0
+    forecaster.forget(ModelHash(f"{5:064x}"))
+    assert len(forecaster) == 2
+
+
+@pytest.mark.parametrize("work_s", [-1.0, math.nan, math.inf])
+def test_work_is_a_number(work_s: float) -> None:
+    """What would spoil every later mean is refused."""
+    with pytest.raises(ValueError, match="work_s"):
+        Forecaster().observe(0.0, (A, 0), work_s)
+
+
+looks = st.lists(st.tuples(st.floats(0.05, 8.0), st.sampled_from([0, 1, 2]), st.floats(0.0, 50.0)), max_size=60)
+
+
+@given(looks, st.sampled_from([0.2, 3.0, 10.0, 120.0, 1800.0]))
+def test_figures_are_in_order(steps: list[tuple[float, int, float]], horizon_s: float) -> None:
+    """Whatever arrives, with gaps and pauses: nothing is negative or infinite, and the quantiles are in order."""
+    forecaster = Forecaster()
+    now_s = 0.0
+    for pause_s, place, work_s in steps:
+        now_s += pause_s
+        forecaster.observe(now_s, (A, place), work_s)
+        forecaster.heard(now_s)
+        for key in ((A, place), (A, ALL_CLASSES)):
+            forecast = forecaster.predict(now_s, key, horizon_s)
+            assert 0.0 <= forecast.mean <= forecast.p95 <= forecast.p99 <= forecast.peak < math.inf
+            assert forecast.mean <= forecast.sustained_p95 <= forecast.sustained_p99 < math.inf
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50))
+def test_a_ring_is_the_sorted_last_values(values: list[float]) -> None:
+    """Quantile and mean equal those of the last values."""
+    ring = Ring(8)
+    for value in values:
+        ring.add(value)
+    last = sorted(values[-8:])
+    assert len(ring) == len(last)
+    assert ring.quantile(0.5) == last[math.ceil(len(last) / 2) - 1]
+    assert ring.mean() == pytest.approx(sum(last) / len(last), abs=1e-9)
+    assert Ring(3).quantile(0.9) == Ring(3).mean() == 0.0
