@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.simulator.options import RunOptions
+from ops.simulator.traces.columns import only
 from ops.simulator.types import PoolSpec, SimModel, Trace, Window, Workload
 from ops.simulator.world import World
 from subjects.ids import ReplicaId
@@ -49,12 +50,6 @@ def within_slo(
     return met
 
 
-def only(trace: Trace, model: int) -> Trace:
-    """The requests of one of the workload's models."""
-    mine = trace.model == model
-    return Trace(trace.arrival_s[mine], trace.model[mine], trace.input_tokens[mine], trace.output_tokens[mine])
-
-
 def attainment(workload: Workload, model: int, replicas: int, seed: int, windows: tuple[Window, ...] | None = None) -> float:
     """Share of a model's measured requests within SLO, over the workload's windows or others."""
     met = measured = 0
@@ -64,19 +59,3 @@ def attainment(workload: Workload, model: int, replicas: int, seed: int, windows
         met += int(within_slo(workload.models[model], trace, replicas, seed, window.warmup_s)[inside].sum())
         measured += int(inside.sum())
     return met / measured if measured else 1.0
-
-
-def work_s(model: SimModel, trace: Trace) -> npt.NDArray[np.float64]:
-    """Seconds of a replica that each request takes beside the constant of its steps, which all running ones share."""
-    costs = model.costs
-    inputs = trace.input_tokens.astype(np.float64)
-    outputs = trace.output_tokens.astype(np.float64)
-    prefill = costs.prefill_token_s * inputs + costs.prefill_token2_s * inputs * inputs
-    decode = outputs * (costs.step_request_s + costs.step_context_token_s * (inputs + outputs / 2))
-    total: npt.NDArray[np.float64] = prefill + decode
-    return total
-
-
-def usable_share(model: SimModel) -> float:
-    """Of a replica's time what is left for :func:`work_s` when its steps take the whole TPOT target."""
-    return 1.0 - model.costs.step_const_s / model.tpot_s

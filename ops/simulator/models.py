@@ -17,7 +17,10 @@ Checked against public measurements (``profiles/hardware``, ``tests/core/test_ha
 
 from __future__ import annotations
 
-from ops.simulator.types import GB, SimModel
+import numpy as np
+import numpy.typing as npt
+
+from ops.simulator.types import GB, SimModel, Trace
 from subjects.messages import SlaClass, StepCosts
 
 
@@ -60,3 +63,19 @@ def sim_model(
         ttft_s=ttft_s,
         tpot_s=tpot_s,
     )
+
+
+def work_s(model: SimModel, trace: Trace) -> npt.NDArray[np.float64]:
+    """Seconds of a replica that each request takes beside the constant of its steps, which all running ones share."""
+    costs = model.costs
+    inputs = trace.input_tokens.astype(np.float64)
+    outputs = trace.output_tokens.astype(np.float64)
+    prefill = costs.prefill_token_s * inputs + costs.prefill_token2_s * inputs * inputs
+    decode = outputs * (costs.step_request_s + costs.step_context_token_s * (inputs + outputs / 2))
+    total: npt.NDArray[np.float64] = prefill + decode
+    return total
+
+
+def usable_share(model: SimModel) -> float:
+    """Of a replica's time what is left for :func:`work_s` when its steps take the whole TPOT target."""
+    return 1.0 - model.costs.step_const_s / model.tpot_s

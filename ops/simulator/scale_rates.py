@@ -2,8 +2,9 @@
 
 ``five-lines`` and ``busy-few``: for each model the largest multiple of the source's rates at which the stated number of
 dedicated replicas still meets the SLO for 99 % of the day's requests, times ``MARGIN``; one replica fewer must miss it. The
-day is looked at in strata: its ``BUSY_CELLS`` ten-minute cells with the most work are simulated, neighbours in one go and
-each run after three minutes of warm-up, and of the others every ``QUIET_STEP``-th, which stands for its neighbours.
+day is looked at in strata: its ``BUSY_CELLS`` ten-minute cells with the most work are simulated, and of the others every
+``QUIET_STEP``-th, which stands for its neighbours. Of a cell with many requests a part is simulated, after as much warm-up
+(at most three minutes); neighbours that are simulated whole are simulated in one go.
 
 ``check`` runs stored constants over the whole day and the headline's windows with seeds that were not used to find them.
 ``static WORKLOAD`` finds the smallest dedicated split of another workload by the same rule over its own windows, and what
@@ -20,12 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.simulator import rates
-from ops.simulator.dedicated import attainment, only, usable_share, within_slo, work_s
-from ops.simulator.models import sim_model
+from ops.simulator.dedicated import attainment, within_slo
+from ops.simulator.models import sim_model, usable_share, work_s
 from ops.simulator.options import RunOptions
 from ops.simulator.traces import servegen
+from ops.simulator.traces.columns import only
 from ops.simulator.types import SimModel, Trace
-from ops.simulator.workloads import INPUT_TOKENS_MAX, LINES, WARMUP_S, WORKLOADS, workload
+from ops.simulator.workloads import INPUT_TOKENS_MAX, LINES, WARMUP_S, p99_minute, workload
 
 GOAL = 0.99
 MARGIN = 0.93
@@ -38,6 +40,10 @@ CELL_S = servegen.CELL_S
 CELLS = servegen.DAY_S // CELL_S
 BUSY_CELLS = 36
 QUIET_STEP = 9
+CELL_REQUESTS = 3_000
+"""So many requests of a cell are measured, ..."""
+PART_S_MIN = 60.0
+"""... or so many seconds, if that is more."""
 CLOSE = 1.02
 """The search ends when what is known to do and what is known to fail are this close."""
 
@@ -72,19 +78,19 @@ class Day:
         """Estimated share of the day's requests within SLO."""
         busy, quiet = self.strata(scale)
         weight = (CELLS - len(busy)) / len(quiet)
-        met, missed = np.zeros(CELLS), np.zeros(CELLS)
-        for first, last in _runs(sorted(busy + quiet)):
-            begin_s, end_s = first * CELL_S, (last + 1) * CELL_S
-            start_s = max(0.0, begin_s - WARMUP_S)
+        rps = self.source.total_rps(CELLS) * scale
+        met = missed = 0.0
+        for first, last in _runs(sorted(busy + quiet), whole=float(rps.max()) * CELL_S <= CELL_REQUESTS):
+            part_s = min(CELL_S, max(PART_S_MIN, CELL_REQUESTS / float(rps[first]))) if first == last else CELL_S
+            begin_s, end_s = first * CELL_S, last * CELL_S + part_s
+            start_s = max(0.0, begin_s - min(WARMUP_S, part_s))
             trace = self.trace(scale, start_s, end_s)
             good = within_slo(self.model, trace, replicas, self.seed, start_s, options=options)
             cell = (trace.arrival_s // CELL_S).astype(np.int64)
-            inside = trace.arrival_s >= begin_s
-            met += np.bincount(cell[inside & good], minlength=CELLS)
-            missed += np.bincount(cell[inside & ~good], minlength=CELLS)
-        met[quiet] *= weight
-        missed[quiet] *= weight
-        return float(met.sum() / (met.sum() + missed.sum()))
+            counts = np.where(np.isin(cell, quiet), weight, 1.0) * (CELL_S / part_s) * (trace.arrival_s >= begin_s)
+            met += float(counts[good].sum())
+            missed += float(counts[~good].sum())
+        return met / (met + missed)
 
     def whole_attainment(self, scale: float, replicas: int, options: RunOptions | None = None) -> float:
         """The same from the whole day."""
@@ -115,11 +121,11 @@ class Day:
         return low
 
 
-def _runs(cells: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring cells as (first, last)."""
+def _runs(cells: Sequence[int], *, whole: bool) -> list[tuple[int, int]]:
+    """Neighbouring cells as (first, last) if they are simulated whole, else each alone."""
     found: list[tuple[int, int]] = []
     for cell in cells:
-        if found and found[-1][1] == cell - 1:
+        if whole and found and found[-1][1] == cell - 1:
             found[-1] = (found[-1][0], cell)
         else:
             found.append((cell, cell))
@@ -174,11 +180,12 @@ def check(name: str, only_lines: Sequence[str], whole: bool) -> None:
 
 def static(name: str, seeds: Sequence[int] = CHECK_SEEDS) -> None:
     """Prints the smallest split by the SLO (with every seed) and by the 99th percentile of the minutes."""
-    asked = WORKLOADS[name]()
+    asked = workload(name)
     by_slo: dict[str, int] = {}
     by_minute: dict[str, int] = {}
     for number, model in enumerate(asked.models):
-        by_minute[model.name] = p99_minute(name, number, seeds[0])
+        window = asked.windows[0]
+        by_minute[model.name] = p99_minute(model, only(asked.trace(seeds[0], window), number), window)
         replicas = max(1, by_minute[model.name] // 2)
         while min(attainment(asked, number, replicas, seed) for seed in seeds) < GOAL:
             replicas += 1
@@ -188,19 +195,6 @@ def static(name: str, seeds: Sequence[int] = CHECK_SEEDS) -> None:
     gpus = {model.name: model.gpus for model in asked.models}
     for label, split in (("SLO", by_slo), ("p99 minute", by_minute)):
         print(f"{name} by {label}: {sum(gpus[key] * count for key, count in split.items())} GPUs, {split}", flush=True)
-
-
-def p99_minute(name: str, number: int, seed: int) -> int:
-    """Replicas that carry the 99th percentile of the minutes if work could be spread evenly within a minute."""
-    asked = WORKLOADS[name]()
-    model = asked.models[number]
-    minutes: list[float] = []
-    for window in asked.windows:
-        trace = only(asked.trace(seed, window), number)
-        count = int((window.end_s - window.warmup_s) // 60)
-        minute = ((trace.arrival_s - window.warmup_s) // 60).astype(np.int64)
-        minutes += (np.bincount(minute, weights=work_s(model, trace), minlength=count)[:count] / 60.0).tolist()
-    return max(1, int(np.ceil(np.quantile(minutes, 0.99) / usable_share(model))))
 
 
 def main() -> None:

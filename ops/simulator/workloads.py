@@ -8,16 +8,18 @@ dedicated split that meets the SLO over the day is the stated one; constants and
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ops.simulator import rates
-from ops.simulator.models import sim_model
+from ops.simulator.models import SIZES, sim_model, usable_share, work_s
 from ops.simulator.traces import aegaeon, azure, servegen
-from ops.simulator.traces.columns import cut, jittered_copies, merge, one_model
+from ops.simulator.traces.columns import cut, jittered_copies, merge, one_model, only, thinned
 from ops.simulator.traces.draws import poisson, stream
+from ops.simulator.traces.recording import Recording
 from ops.simulator.types import PoolSpec, SimModel, Trace, Window, Workload
 from subjects.errors import ConfigError
 from subjects.messages import SlaClass
@@ -47,6 +49,14 @@ def workload(name: str, *, full: bool = False, load: float = 1.0) -> Workload:
     if name not in _MADE:
         raise ConfigError(f"no workload {name!r}; there are {', '.join(_MADE)}")
     return _MADE[name](full, load)
+
+
+def p99_minute(model: SimModel, trace: Trace, window: Window) -> int:
+    """Replicas that carry the 99th percentile of a window's minutes if work could be spread evenly within a minute."""
+    count = max(1, int((window.end_s - window.warmup_s) // 60))
+    minute = np.minimum(((trace.arrival_s - window.warmup_s) // 60).astype(np.int64), count - 1)
+    busy = np.bincount(minute, weights=work_s(model, trace), minlength=count) / 60.0
+    return max(1, math.ceil(float(np.quantile(busy, 0.99)) / usable_share(model)))
 
 
 # ------------------------------------------------------------------------------------------------------------- ServeGen
@@ -337,3 +347,45 @@ _MADE: dict[str, Callable[[bool, float], Workload]] = {
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {name: functools.partial(workload, name) for name in _MADE}
 """By name, as the headline takes them."""
+
+
+# ------------------------------------------------------------------------------------------------------- a user's trace
+
+
+def of_recording(
+    name: str, recording: Recording, *, load: float = 1.0, devices: int | None = None, seed: int = 0
+) -> Workload:
+    """A recording (``traces.importing.read_trace``) as a workload: one window over all of it, a tenth of it (at most three
+    minutes) as warm-up.
+
+    ``load`` above 1 adds copies of requests with their arrivals moved by up to 5 s, below 1 it keeps that share of them. The
+    static split is what the 99th percentile of the minutes asks for; the pool holds half as much again, at least 8 devices.
+    """
+    unknown = sorted({model.size for model in recording.models.values()} - set(SIZES))
+    if unknown:
+        raise ConfigError(f"size {unknown[0]!r}: the costs of {', '.join(SIZES)} are known")
+    models = tuple(
+        sim_model(known.size, each, sla_class=known.sla_class, ttft_s=known.ttft_s, tpot_s=known.tpot_s)
+        for each in recording.names
+        for known in (recording.models[each],)
+    )
+    trace = recording.trace
+    if load > 1:
+        trace = jittered_copies(trace, load, RECORDING_JITTER_S, seed, "recording")
+    elif load < 1:
+        trace = thinned(trace, load, seed, "recording")
+    end_s = float(trace.arrival_s[-1]) + 1.0 if len(trace) else 1.0
+    window = Window(0.0, min(WARMUP_S, end_s / 10), end_s)
+    static = {model.name: p99_minute(model, only(trace, number), window) for number, model in enumerate(models)}
+    owned = sum(model.gpus * static[model.name] for model in models)
+    return Workload(
+        name=name,
+        models=models,
+        windows=(window,),
+        trace=lambda _seed, asked: cut(trace, asked.warmup_s, asked.end_s),
+        pool=PoolSpec(devices=devices or max(8, -(-owned * 3 // 2))),
+        static_replicas=static,
+    )
+
+
+RECORDING_JITTER_S = 5.0

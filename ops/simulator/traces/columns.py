@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -55,6 +56,26 @@ def merge(traces: Sequence[Trace]) -> Trace:
     )
 
 
+def only(trace: Trace, model: int) -> Trace:
+    """The requests of one model."""
+    return _chosen(trace, trace.model == model)
+
+
+def thinned(trace: Trace, share: float, seed: int, name: str) -> Trace:
+    """Each request with the probability ``share``."""
+    return _chosen(trace, stream(seed, name, "thinned").random(len(trace)) < share)
+
+
+def _chosen(trace: Trace, chosen: npt.NDArray[np.bool_]) -> Trace:
+    return Trace(
+        arrival_s=trace.arrival_s[chosen],
+        model=trace.model[chosen],
+        input_tokens=trace.input_tokens[chosen],
+        output_tokens=trace.output_tokens[chosen],
+        sla_class=None if trace.sla_class is None else trace.sla_class[chosen],
+    )
+
+
 def cut(trace: Trace, begin_s: float, end_s: float) -> Trace:
     """The requests that arrive in ``[begin_s, end_s)``, times unchanged."""
     first, last = np.searchsorted(trace.arrival_s, (begin_s, end_s), side="left")
@@ -85,14 +106,5 @@ def jittered_copies(trace: Trace, factor: float, jitter_s: float, seed: int, nam
         moved = np.where(moved < first_s, 2.0 * first_s - moved, moved)
         moved = np.where(moved > last_s, 2.0 * last_s - moved, moved)
         kept = random.random(count) < factor - copy
-        order = np.argsort(moved[kept], kind="stable")
-        parts.append(
-            Trace(
-                arrival_s=moved[kept][order],
-                model=trace.model[kept][order],
-                input_tokens=trace.input_tokens[kept][order],
-                output_tokens=trace.output_tokens[kept][order],
-                sla_class=None if trace.sla_class is None else trace.sla_class[kept][order],
-            )
-        )
+        parts.append(replace(_chosen(trace, kept), arrival_s=moved[kept]))
     return merge(parts)

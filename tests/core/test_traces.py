@@ -1,0 +1,307 @@
+"""Readers of public traces on the packaged data, and the samplers against their sources (OPS-5, OPS-6)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ops.simulator.traces import aegaeon, azure, importing, mooncake, recording, servegen
+from ops.simulator.traces.columns import cut, jittered_copies, merge, one_model, thinned
+from ops.simulator.traces.draws import FAMILIES, GAMMA, WEIBULL, lengths, poisson, renewals, stream
+from ops.simulator.traces.recording import RecordedModel, RecordedRequest
+from ops.simulator.types import Trace
+from subjects.errors import ConfigError
+from subjects.messages import SlaClass
+
+HOUR_S = 3_600.0
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, servegen.ServeGenModel]:
+    """Day 0 of all five models."""
+    return servegen.packaged()
+
+
+def same(one: Trace, other: Trace) -> bool:
+    """Equal in every column."""
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        for name in ("arrival_s", "model", "input_tokens", "output_tokens")
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- packaged data
+
+
+def test_servegen_has_the_rows_of_its_source(sources: dict[str, servegen.ServeGenModel]) -> None:
+    """Client windows, length rows and requests of the day per model, as counted in the source; no gaps on this day."""
+    assert {name: (len(model.cell), len(model.outputs)) for name, model in sources.items()} == {
+        "m-small": (2748, 81),
+        "m-mid": (8345, 171),
+        "mm-image": (2094, 140),
+        "deepseek-r1": (3111, 184),
+        "m-large": (6819, 295),
+    }
+    requests = {name: float(model.total_rps(144).sum() * 600) for name, model in sources.items()}
+    assert requests == pytest.approx(
+        {"m-small": 85.092e6, "m-mid": 115.395e6, "mm-image": 0.81861e6, "deepseek-r1": 1.38367e6, "m-large": 24.131e6},
+        rel=1e-4,
+    )
+    assert not any(model.gap_cells for model in sources.values())
+
+
+def test_azure_has_the_rows_of_its_source() -> None:
+    """Both services, their first and last request on the shared clock and their token sums."""
+    code, conv = azure.packaged()["code"], azure.packaged()["conv"]
+    assert (len(code.tick), len(conv.tick)) == (8819, 19366)
+    assert (code.tick[0], code.tick[-1]) == (1239799600, 35599280160)
+    assert conv.trace().arrival_s[[0, -1]] == pytest.approx([46.68059, 3548.402527])
+    assert (int(code.input_tokens.sum()), int(conv.output_tokens.sum())) == (18059974, 4088665)
+
+
+def test_aegaeon_and_mooncake_have_the_rows_of_their_sources() -> None:
+    """Distinct length pairs and how often they occur; ten minutes of conversations with what their prefixes share."""
+    pool = aegaeon.packaged()
+    assert (len(pool.count), int(pool.count.sum())) == (8294, 71786)
+    assert float((pool.input_tokens * pool.count).sum() / pool.count.sum()) == pytest.approx(699.44, abs=0.01)
+    talks = mooncake.packaged()
+    assert len(talks.arrival_ms) == 1750
+    assert 0 < int(talks.shared_tokens.sum()) < int(talks.input_tokens.sum())
+
+
+# ----------------------------------------------------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("family", [GAMMA, WEIBULL])
+@pytest.mark.parametrize("cv", [0.3, 1.0, 2.5, 4.0])
+def test_gaps_have_the_rate_and_cv_asked_for(family: int, cv: float) -> None:
+    """Over 200,000 gaps the mean is within 3 % and the CV within 5 % of what was asked."""
+    times = renewals(stream(5, FAMILIES[family]), family, cv, 2.0, 1e5, 1e5)
+    gaps = np.diff(times)
+    assert gaps.mean() == pytest.approx(0.5, rel=0.03)
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
+
+
+def test_a_bursty_cell_gets_no_more_requests_than_its_rate() -> None:
+    """At CV 4 a process that began anew in each cell would give 7.5 requests too many; in equilibrium it is 10 as asked."""
+    counts = [len(renewals(stream(6, cell), GAMMA, 4.0, 1.0, 10.0, 10.0)) for cell in range(8_000)]
+    assert np.mean(counts) == pytest.approx(10.0, abs=0.7)
+
+
+def test_what_is_drawn_up_to_an_instant_does_not_depend_on_the_end() -> None:
+    """A process cut at 100 s is the beginning of the same one cut at 1,000 s."""
+    short, long = (renewals(stream(7, "x"), WEIBULL, 3.0, 5.0, 1e3, until_s) for until_s in (100.0, 1e3))
+    assert np.array_equal(short, long[long < 100.0])
+    assert len(poisson(stream(7, "y"), 0.0, 100.0)) == 0
+
+
+def test_draws_are_the_same_everywhere() -> None:
+    """The digest rests on these: exact values, not approximate ones."""
+    times = renewals(stream(8, "machine"), GAMMA, 2.0, 1.0, 100.0, 100.0)
+    assert [float(one).hex() for one in times[:3]] == DRAWN
+
+
+DRAWN = ["0x1.9faabc75264d6p+3", "0x1.9fb17bcaf045fp+3", "0x1.aa510327c2ca0p+3"]
+
+
+def test_lengths_follow_their_quantiles() -> None:
+    """Mid-points map to themselves, the ends do not go beyond the first and last, and in between it is linear."""
+    quantiles = np.array([[10, 20, 40, 80]], dtype=np.int32)
+    uniform = np.array([0.0, 0.125, 0.25, 0.375, 0.875, 0.999])
+    drawn = lengths(quantiles, np.zeros(6, dtype=np.intp), uniform)
+    assert drawn.tolist() == [10, 10, 15, 20, 80, 80]
+
+
+# -------------------------------------------------------------------------------------------------------------- ServeGen
+
+
+@pytest.mark.parametrize("name", servegen.MODELS)
+def test_sampled_rates_follow_the_source(sources: dict[str, servegen.ServeGenModel], name: str) -> None:
+    """An hour at some 20 requests per second: the count is within six standard errors of the source's, given its CVs."""
+    model = sources[name]
+    scale = 20.0 / float(model.total_rps(6).mean())
+    trace = model.sample(11, 0, HOUR_S, scale=scale)
+    hour = model.cell < 6
+    expected = float(model.rate_rps[hour].sum() * 600 * scale)
+    variance = float((model.rate_rps[hour] * 600 * scale * np.minimum(model.cv[hour], 4.0) ** 2).sum())
+    assert abs(len(trace) - expected) < 6 * variance**0.5
+    assert np.all(np.diff(trace.arrival_s) >= 0)
+    assert trace.input_tokens.max() <= servegen.INPUT_TOKENS_MAX
+
+
+def test_sampled_lengths_follow_the_source(sources: dict[str, servegen.ServeGenModel]) -> None:
+    """deepseek-r1's mean output in the first six hours is that of its clients weighted by their rates, within 3 %."""
+    model = sources["deepseek-r1"]
+    trace = model.sample(12, 0, 21_600)
+    rates = np.bincount(model.client[model.cell < 36], weights=model.rate_rps[model.cell < 36], minlength=200)
+    rows = model.lengths_span == 0
+    expected = np.average(model.outputs[rows].mean(axis=1), weights=rates[model.lengths_client[rows]])
+    assert float(trace.output_tokens.mean()) == pytest.approx(expected, rel=0.03)
+
+
+def test_one_client_alone_is_as_bursty_as_the_source_says(sources: dict[str, servegen.ServeGenModel]) -> None:
+    """The busiest client of deepseek-r1 with a CV from 1.5 on: over its cell its gaps have that CV within 15 %."""
+    model = sources["deepseek-r1"]
+    row = max(np.flatnonzero((model.cv > 1.5) & (model.cv < 4.0)), key=lambda one: float(model.rate_rps[one]))
+    times = renewals(stream(1, "one"), int(model.family[row]), float(model.cv[row]), 100.0, 600.0, 600.0)
+    gaps = np.diff(times)
+    assert gaps.std() / gaps.mean() == pytest.approx(float(model.cv[row]), rel=0.15)
+
+
+def test_the_same_request_appears_in_every_window(sources: dict[str, servegen.ServeGenModel]) -> None:
+    """Windows that overlap, begin within a cell or end within one agree on what they share; another seed differs."""
+    model = sources["m-large"]
+    whole = model.sample(3, 0, 3_000, scale=0.02)
+    for begin_s, end_s in ((0.0, 700.0), (650.0, 1_250.0), (1_799.5, 2_999.5)):
+        part = model.sample(3, begin_s, end_s, scale=0.02)
+        assert len(part) > 100
+        assert same(part, cut(whole, begin_s, end_s))
+    assert not same(whole, model.sample(4, 0, 3_000, scale=0.02))
+
+
+def test_a_client_without_lengths_draws_from_the_others(sources: dict[str, servegen.ServeGenModel]) -> None:
+    """m-large's busiest client has no lengths of its own: it draws those of clients that have, and never 0 tokens."""
+    model = sources["m-large"]
+    client = int(np.argmax(np.bincount(model.client, weights=model.rate_rps)))
+    assert client not in set(model.lengths_client.tolist())
+    drawn = model._lengths(stream(1, "z"), client, 0, 2_000)
+    assert drawn[0].max() <= model.inputs[0].max()
+    assert len(np.unique(drawn[0])) > 100
+
+
+def test_a_gap_in_the_collection_is_told_apart_from_load() -> None:
+    """A cell without any client's rate between others is a gap; nothing is drawn there."""
+    cells = [servegen._Cell(1, cell, 1.0, 1.0, GAMMA) for cell in (0, 1, 4)]
+    model = servegen.build("holey", cells, [servegen._Row(1, 0, {"input_tokens": [5] * 100}, [7] * 100)])
+    assert model.gap_cells == (2, 3)
+    arrived = model.sample(1, 0, 3_000).arrival_s
+    assert not np.any((arrived >= 1_200) & (arrived < 2_400))
+    assert np.any(arrived >= 2_400)
+
+
+def test_servegen_directory(tmp_path: Path) -> None:
+    """OPS-5: the source's own layout, whose distributions are text inside JSON; clients and bounds are kept."""
+    directory = tmp_path / "m-tiny"
+    directory.mkdir()
+    (directory / "chunk-3-trace.csv").write_text("0,2.0,1.0,Gamma,1.0,0.5\n600,0,,,,\n1200,2.0,3.0,Weibull,0.5,0.2\n")
+    (directory / "chunk-3-dataset.json").write_text(
+        json.dumps({"0": {"input_tokens": "{100: 0.5, 300: 0.5}", "output_tokens": "{20: 1.0}"}})
+    )
+    model = servegen.read_directory(directory)
+    assert (model.client.tolist(), model.cell.tolist(), model.family.tolist()) == ([3, 3], [0, 2], [GAMMA, WEIBULL])
+    assert model.inputs[0][0, [0, 49, 50, 99]].tolist() == [100, 100, 300, 300]
+    trace = importing.read_trace(directory, seed=1, end_s=600.0).trace
+    assert 1_000 < len(trace) < 1_400
+    assert set(np.unique(trace.output_tokens)) == {20}
+    (directory / "chunk-4-trace.csv").write_text("what\n")
+    with pytest.raises(ConfigError, match=r"chunk-4-trace\.csv:1"):
+        servegen.read_directory(directory)
+
+
+# --------------------------------------------------------------------------------------------------------------- columns
+
+
+def _trace(arrivals: list[float], model: int = 0) -> Trace:
+    ones: npt.NDArray[np.int32] = np.full(len(arrivals), 9, dtype=np.int32)
+    return one_model(np.array(arrivals), ones, ones, model)
+
+
+def test_merged_in_order_of_arrival() -> None:
+    """Equal times keep the order of the traces."""
+    both = merge([_trace([1.0, 3.0]), _trace([3.0, 2.0], 1)])
+    assert (both.arrival_s.tolist(), both.model.tolist()) == ([1.0, 2.0, 3.0, 3.0], [0, 1, 0, 1])
+    assert len(merge([])) == 0
+
+
+def test_jittered_copies() -> None:
+    """2.7 times the traffic: originals stay, copies are within the jitter and the span, and the total is 2.7 within 2 %."""
+    one = _trace([float(second) for second in range(10_000)])
+    more = jittered_copies(one, 2.7, 5.0, 1, "copies")
+    assert len(more) == pytest.approx(27_000, rel=0.02)
+    assert set(one.arrival_s.tolist()) <= set(more.arrival_s.tolist())
+    assert (float(more.arrival_s.min()), float(more.arrival_s.max())) == (0.0, 9_999.0)
+    assert np.all(np.diff(more.arrival_s) >= 0)
+    seconds = np.bincount((more.arrival_s // 100).astype(int))
+    assert seconds[1:-1] == pytest.approx(270, rel=0.15)
+    assert len(thinned(one, 0.25, 1, "few")) == pytest.approx(2_500, rel=0.05)
+
+
+# -------------------------------------------------------------------------------------------------- recordings, importing
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.msgpack", "r.msgpack.gz"])
+def test_recordings_are_read_as_written(tmp_path: Path, name: str) -> None:
+    """OPS-5: models are numbered by name, the first request is at second 0, a class per request where one has its own."""
+    path = tmp_path / name
+    requests = [
+        RecordedRequest(at_s=1_700_000_002.5, model="b", input_tokens=10, output_tokens=0, sla_class=SlaClass.BRONZE),
+        RecordedRequest(at_s=1_700_000_000.5, model="a", input_tokens=20, output_tokens=7),
+    ]
+    models = {"a": RecordedModel(size="70B", sla_class=SlaClass.GOLD)}
+    assert recording.write_recording(path, models, iter(requests)) == 2
+    read = importing.read_trace(path)
+    assert read.names == ("a", "b")
+    assert read.models == {**models, "b": RecordedModel()}
+    assert read.trace.arrival_s.tolist() == [0.0, 2.0]
+    assert read.trace.model.tolist() == [0, 1]
+    assert read.trace.output_tokens.tolist() == [7, 1]
+    assert read.trace.sla_class is not None
+    assert [tuple(SlaClass)[one] for one in read.trace.sla_class] == [SlaClass.GOLD, SlaClass.BRONZE]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"at_s": 0, "model": "a", "input_tokens": 1, "output_tokens": 1, "messages": []}', "carries 'messages'"),
+        ('{"carpool_recording": 9}\n{"at_s": 0, "model": "a", "input_tokens": 1, "output_tokens": 1}', "version 9"),
+        ('{"at_s": 0, "model": "a", "input_tokens": -1, "output_tokens": 1}', "negative"),
+        ('{"at_s": 0, "model": "a"}', "input_tokens"),
+        ('{"at_s": 0,', "r.jsonl:1"),
+        ('{"carpool_recording": 1}', "no request"),
+        ("what is this", "neither"),
+    ],
+)
+def test_bad_recordings_are_refused(tmp_path: Path, content: str, told: str) -> None:
+    """SEC-1: a recording that carries a prompt is refused; so is one that cannot be read, saying where."""
+    path = tmp_path / "r.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=told):
+        importing.read_trace(path)
+
+
+def test_extra_fields_of_a_profile_are_ignored(tmp_path: Path) -> None:
+    """A recorded Request Profile may be written as it is."""
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"at_s": 3, "model": "a", "input_tokens": 1, "output_tokens": 1, "tenant": "t", "lane": "s"}\n')
+    assert importing.read_trace(path).trace.arrival_s.tolist() == [0.0]
+
+
+def test_public_formats_are_recognised(tmp_path: Path) -> None:
+    """OPS-5: Azure (gzipped or not), Mooncake and Aegaeon files are known by their first line."""
+    rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.0319600,80,8\n"
+    (tmp_path / "code.csv.gz").write_bytes(gzip.compress(rows.encode()))
+    read = importing.read_trace(tmp_path / "code.csv.gz")
+    assert (read.names, read.trace.input_tokens.tolist()) == (("code",), [4808, 80])
+    assert read.trace.arrival_s[1] - read.trace.arrival_s[0] == pytest.approx(1.052)
+    lines = [
+        {"timestamp": 0, "input_length": 1200, "output_length": 5, "hash_ids": [1, 2, 3]},
+        {"timestamp": 3000, "input_length": 1300, "output_length": 6, "hash_ids": [1, 2, 4]},
+    ]
+    (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    assert importing.read_trace(tmp_path / "talk.jsonl").trace.arrival_s.tolist() == [0.0, 3.0]
+    assert mooncake.read_jsonl(tmp_path / "talk.jsonl").shared_tokens.tolist() == [0, 1024]
+    (tmp_path / "synth.csv").write_text(
+        "Request Time,Model Name,Input Length,Output Length\n00:01:00.500,m2,5,6\n00:00:01.250,m1,7,8\n"
+    )
+    read = importing.read_trace(tmp_path / "synth.csv")
+    assert (read.names, read.trace.arrival_s.tolist()) == (("m1", "m2"), [1.25, 60.5])
+    (tmp_path / "bad.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,many,10\n")
+    with pytest.raises(ConfigError, match=r"bad\.csv:2"):
+        importing.read_trace(tmp_path / "bad.csv")
+    with pytest.raises(ConfigError, match="no such file"):
+        importing.read_trace(tmp_path / "absent.csv")
