@@ -71,8 +71,8 @@ def check(case: Case) -> Case:
         raise ConfigError(
             f"--warm-s {case.warm_s:g}: a warm load cannot take longer than a cold one (--cold-s {case.cold_s:g})"
         )
-    if case.trace and not Path(case.trace).is_file():
-        raise ConfigError(f"--trace {case.trace}: no such file")
+    if case.trace and not Path(case.trace).exists():
+        raise ConfigError(f"--trace {case.trace}: no such file; give a recording, or a trace in a public format")
     return case
 
 
@@ -93,13 +93,7 @@ def build(case: Case) -> Workload:
     Raises:
         ConfigError: no such workload, or its file cannot be read.
     """
-    if case.trace:
-        raise ConfigError("--trace: cannot be read yet")
-    from ops.simulator.workloads import WORKLOADS, workload
-
-    if case.workload not in WORKLOADS:
-        raise ConfigError(f"--workload {case.workload}: no such workload; use one of {', '.join(WORKLOADS)}")
-    made = workload(case.workload, full=case.suite == "full", load=case.load)
+    made = _recorded(case) if case.trace else _fixed(case)
     if case.minutes:
         cut_s = case.minutes * 60.0
         made = replace(made, windows=tuple(replace(w, end_s=min(w.end_s, w.begin_s + cut_s)) for w in made.windows))
@@ -115,6 +109,24 @@ def build(case: Case) -> Workload:
             static_slo_replicas=made.static_slo_replicas and fitted(made, made.static_slo_replicas, case.gpus),
         )
     return made
+
+
+def _fixed(case: Case) -> Workload:
+    from ops.simulator.workloads import WORKLOADS, workload
+
+    if case.workload not in WORKLOADS:
+        raise ConfigError(f"--workload {case.workload}: no such workload; use one of {', '.join(WORKLOADS)}")
+    return workload(case.workload, full=case.suite == "full", load=case.load)
+
+
+def _recorded(case: Case) -> Workload:
+    from ops.simulator.traces.importing import read_trace
+    from ops.simulator.workloads import of_recording
+
+    try:
+        return of_recording(case.workload, read_trace(Path(case.trace)), load=case.load)
+    except ConfigError as error:
+        raise ConfigError(f"--trace {error}") from None
 
 
 def fitted(workload: Workload, replicas: Mapping[str, int], gpus: int) -> dict[str, int]:

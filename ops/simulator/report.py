@@ -90,9 +90,10 @@ def page(table: Table) -> str:
 
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;color:#1b1e23;background:#fff;margin:0}"
-    "main{max-width:1180px;margin:0 auto;padding:1.5rem}h1{margin:0}h2{margin:2.5rem 0 .5rem;border-top:1px solid #ddd;"
+    "main{max-width:1240px;margin:0 auto;padding:1.5rem}h1{margin:0}h2{margin:2.5rem 0 .5rem;border-top:1px solid #ddd;"
     "padding-top:1rem}.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
-    "th,td{padding:.2rem .6rem;text-align:right;white-space:nowrap}th{border-bottom:1px solid #999;font-weight:600}"
+    "table{font-size:13px}th,td{padding:.2rem .45rem;text-align:right;white-space:nowrap}"
+    "th{border-bottom:1px solid #999;font-weight:600}"
     "th:first-child,td:first-child{text-align:left}tr.ours{background:#eef3ff;font-weight:600}td.bad{color:#b3261e}"
     "summary{cursor:pointer;font-weight:600}a{color:#2f5bd0}.error{color:#b3261e}"
 )
@@ -197,7 +198,9 @@ def _cost_against_slo(rows: Sequence[Row]) -> Any:
                 hovertemplate="%{text}<br>%{x:.2f} GPU-hours<br>%{y:.2f} % of the worst model within SLO<extra></extra>",
             )
         )
-    figure.add_hline(y=100 * SLO_SHARE, line_dash="dot", line_color="#888", annotation_text="goal 99 %")
+    figure.add_hline(
+        y=100 * SLO_SHARE, line_dash="dot", line_color="#888", annotation_text="goal 99 %", annotation_position="bottom left"
+    )
     least = next((row.bound_gpu_hours for row in rows if row.policy == BOUND and row.bound_gpu_hours), None)
     if least is not None:
         figure.add_vline(x=least, line_dash="dash", line_color="#b3261e", annotation_text="bound")
@@ -230,9 +233,10 @@ def _over_time(rows: Sequence[Row]) -> Any:
         "ready replicas per model",
         "requests waiting for a replica",
         "share of requests within SLO, %",
-        "GPUs held, and utilisation in %",
+        "devices that hold something",
+        "share of their time in which they work, %",
     )
-    figure = make_subplots(rows=4, cols=1, shared_xaxes=True, vertical_spacing=0.05, subplot_titles=titles)
+    figure = make_subplots(rows=len(titles), cols=1, shared_xaxes=True, vertical_spacing=0.04, subplot_titles=titles)
     owners: list[int] = []
     shown = next((index for index, row in enumerate(rows) if row.policy == OURS), 0)
     for index, row in enumerate(rows):
@@ -244,17 +248,22 @@ def _over_time(rows: Sequence[Row]) -> Any:
         {"label": row.policy, "method": "update", "args": [{"visible": [owner == index for owner in owners]}]}
         for index, row in enumerate(rows)
     ]
-    menu = {"buttons": buttons, "active": shown, "x": 1.0, "xanchor": "right", "y": 1.09, "yanchor": "bottom"}
+    menu = {"buttons": buttons, "active": shown, "x": 0.0, "xanchor": "left", "y": 1.05, "yanchor": "bottom"}
     figure.update_layout(updatemenus=[menu], legend={"traceorder": "normal"})
     for begin_minutes, label in _windows(rows[shown]):
         figure.add_vline(x=begin_minutes, line_width=1, line_color="#ccc", row="all", col=1)
         figure.add_annotation(
             x=begin_minutes, y=1.0, yref="y domain", text=label, showarrow=False, xanchor="left", yanchor="top"
         )
-    figure.update_xaxes(title="minutes (windows side by side)", row=4, col=1)
+    figure.update_xaxes(
+        title="minutes (windows side by side, each begins with a warm-up that is not measured)", row=5, col=1
+    )
     figure.update_yaxes(rangemode="tozero")
-    figure.update_yaxes(range=[0, 104], row=3, col=1)
-    return _layout(figure, "Over time", 980)
+    for row_number in (3, 5):
+        figure.update_yaxes(range=[0, 104], row=row_number, col=1)
+    figure = _layout(figure, "", 1120)
+    figure.update_layout(margin={"t": 90})
+    return figure
 
 
 def _windows(row: Row) -> list[tuple[float, str]]:
@@ -263,7 +272,7 @@ def _windows(row: Row) -> list[tuple[float, str]]:
     at = 0.0
     for series in row.series:
         if series.time_s:
-            found.append((at, f"{series.time_s[0] / 3600:.3g} h"))
+            found.append((at, f"{round(series.time_s[0] / 3600, 2):g} h"))
             at += (series.time_s[-1] - series.time_s[0]) / 60 + _GAP_MINUTES
     return found
 
@@ -308,8 +317,9 @@ def _lines(row: Row) -> list[tuple[Any, int]]:
         found.append((Scatter(x=x, y=ready[name], **style), 1))
         found.append((Scatter(x=x, y=waiting[name], showlegend=False, **style), 2))
     found += [(line, 3) for line in _attained(row, chosen)]
-    found.append((Scatter(x=x, y=gpus, mode="lines", line={"shape": "hv", "color": "#444"}, name="GPUs held"), 4))
-    found.append((Scatter(x=x, y=busy, mode="lines", line={"color": "#999", "width": 1}, name="utilisation, %"), 4))
+    for line, at in ((gpus, 4), (busy, 5)):
+        dark = {"shape": "hv", "color": "#444", "width": 1.5}
+        found.append((Scatter(x=x, y=line, mode="lines", line=dark, name=row.policy, showlegend=False), at))
     return found
 
 
