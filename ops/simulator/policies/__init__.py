@@ -2,22 +2,22 @@
 
 Each is faithful to its idea and set as a competent operator would set it; each module says what the idea is, where it comes
 from and what is left out. None but the oracle reads the trace. :data:`POLICIES` has them by the names of the reports.
+A policy whose loads are all cold says so with ``cold_loads = True``.
 """
 
 from __future__ import annotations
 
-from ops.simulator.types import LoadLadder, PolicyFactory, Workload
+from ops.simulator.policies.hpa import hpa
+from ops.simulator.policies.on_demand import on_demand
+from ops.simulator.policies.reactive import reactive
+from ops.simulator.policies.static import static, static_slo
+from ops.simulator.types import PolicyFactory
 
-POLICIES: dict[str, PolicyFactory] = {}
+POLICIES: dict[str, PolicyFactory] = {
+    "static": static,
+    "static-slo": static_slo,
+    "hpa": hpa,
+    "global-reactive": reactive,
+    "on-demand": on_demand,
+}
 """By name, in the order of the reports."""
-
-COLD = ("hpa",)
-"""Policies whose every load is cold: a new pod pulls its weights."""
-
-
-def ladder_of(policy: str, workload: Workload) -> LoadLadder:
-    """The load times under which a policy runs."""
-    ladder = workload.ladder
-    if policy not in COLD:
-        return ladder
-    return LoadLadder(warm_s=ladder.cold_s, cold_s=ladder.cold_s, all_warm=ladder.all_warm)

@@ -1,0 +1,152 @@
+"""What the baselines share: devices that are free in a view, loads over the last seconds, how many replicas a load needs."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from broker.core.capacity import Load, Targets, throughput
+from broker.core.catalogue import DeviceKey
+from broker.core.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
+from subjects.ids import ModelHash
+from subjects.messages import ModelRecord, ReplicaState, StepCosts
+
+
+class Floor:
+    """The devices of a view while a decision is made: what is free once everything planned has happened."""
+
+    def __init__(self, view: PoolView) -> None:
+        self._view = view
+        self.free_bytes = {key: device.free_planned_bytes for key, device in view.devices.items()}
+        self.residents: dict[DeviceKey, list[ReplicaView]] = {key: [] for key in view.devices}
+        """Replicas that nobody has told to leave."""
+        for model in view.models.values():
+            for replica in model.replicas:
+                for key in replica.devices:
+                    self.residents.setdefault(key, []).append(replica)
+
+    def whole(self, record: ModelRecord) -> tuple[DeviceKey, ...] | None:
+        """Empty devices for one replica that wants them for itself: linked ones, of the fullest worker that has enough."""
+        by_link: dict[tuple[str, str], list[DeviceKey]] = {}
+        for key, device in self._view.devices.items():
+            if self.free_bytes[key] == device.memory_bytes and device.memory_bytes >= record.budget_bytes:
+                by_link.setdefault((key[0], device.link), []).append(key)
+        enough = sorted((len(keys), keys) for keys in by_link.values() if len(keys) >= record.gpus)
+        return tuple(enough[0][1][: record.gpus]) if enough else None
+
+    def take(self, devices: Sequence[DeviceKey], budget_bytes: int) -> None:
+        """So much of each is gone."""
+        for key in devices:
+            self.free_bytes[key] -= budget_bytes
+
+    def give(self, devices: Sequence[DeviceKey], budget_bytes: int) -> None:
+        """So much of each is free again."""
+        for key in devices:
+            self.free_bytes[key] += budget_bytes
+
+
+class Recent:
+    """A model's arrivals over the last ``span_s`` seconds."""
+
+    def __init__(self, span_s: float) -> None:
+        self.span_s = span_s
+        self._began_s: float | None = None
+        self._seen: deque[tuple[float, Arrivals]] = deque()
+
+    def add(self, now_s: float, arrivals: Arrivals) -> None:
+        """What arrived since the last call."""
+        if self._began_s is None:
+            self._began_s = now_s
+        if any(arrivals.requests):
+            self._seen.append((now_s, arrivals))
+        while self._seen and self._seen[0][0] <= now_s - self.span_s:
+            self._seen.popleft()
+
+    def covered_s(self, now_s: float) -> float:
+        """Seconds of the span that were observed."""
+        return 0.0 if self._began_s is None else min(self.span_s, now_s - self._began_s)
+
+    def loads(self, now_s: float) -> list[Load]:
+        """Requests per second and mean tokens, by length class; empty before anything was observed."""
+        span_s = max(self.covered_s(now_s), 1.0)
+        found = []
+        for length in range(3):
+            count = sum(arrivals.requests[length] for _, arrivals in self._seen)
+            if count:
+                inputs = sum(arrivals.input_tokens[length] for _, arrivals in self._seen)
+                outputs = sum(arrivals.output_tokens[length] for _, arrivals in self._seen)
+                found.append(Load(count / span_s, inputs / count, outputs / count))
+        return found
+
+
+def capacity_used(record: ModelRecord, costs: StepCosts, loads: Sequence[Load], kv_bytes: int) -> float:
+    """How many replicas with ``kv_bytes`` of KV each, running at the edge of their SLO, the loads fill."""
+    used = 0.0
+    for load in loads:
+        most = throughput(
+            costs,
+            load.input_tokens,
+            load.output_tokens,
+            Targets.of(record),
+            kv_tokens=kv_bytes / record.kv_bytes_per_token,
+            slots=record.max_num_seqs,
+        )
+        used += load.rps / most.rps if most.rps > 0 else load.rps
+    return used
+
+
+def costs_of(model: ModelView, view: PoolView) -> StepCosts:
+    """The fitted costs on the pool's kind of device (the simulated pools are of one kind)."""
+    device: DeviceView | None = next(iter(view.devices.values()), None)
+    return model.record.costs[device.device_type] if device is not None else next(iter(model.record.costs.values()))
+
+
+def batch_within_slo(record: ModelRecord, costs: StepCosts, loads: Sequence[Load], kv_bytes: int) -> float:
+    """Requests that one replica runs at once at the edge of its SLO, for the mean of the loads; its slots without any."""
+    rps = sum(load.rps for load in loads)
+    if rps <= 0:
+        return float(record.max_num_seqs)
+    batches = 0.0
+    for load in loads:
+        most = throughput(
+            costs,
+            load.input_tokens,
+            load.output_tokens,
+            Targets.of(record),
+            kv_tokens=kv_bytes / record.kv_bytes_per_token,
+            slots=record.max_num_seqs,
+        )
+        batches += most.batch * load.rps / rps
+    return max(1.0, batches)
+
+
+def needed(used: float, utilisation: float) -> int:
+    """Replicas so that each is filled to ``utilisation`` at most."""
+    return math.ceil(used / utilisation - 1e-9)
+
+
+def idlest(replicas: Sequence[ReplicaView], count: int) -> list[ReplicaView]:
+    """``count`` of them to give up: those on their way first, then those that run the least."""
+    order = sorted(replicas, key=lambda r: (r.state is ReplicaState.READY, r.running, -r.since_s, r.replica))
+    return [replica for replica in order if not replica.stays][: max(0, count)]
+
+
+class Every:
+    """True once per period of the policy's clock."""
+
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
+        self._next_s = -math.inf
+
+    def due(self, now_s: float) -> bool:
+        """Whether the period is over; then the next one begins."""
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + self._period_s
+        return True
+
+
+def waiting_first(view: PoolView) -> list[tuple[ModelHash, ModelView]]:
+    """Models by how long their oldest request waits, longest first."""
+    return sorted(view.models.items(), key=lambda item: (-item[1].oldest_wait_s, item[0]))

@@ -1,0 +1,95 @@
+"""Serverless LLM serving: an instance is loaded when a request needs one, where that is quickest, and kept while it is used.
+
+Source: ServerlessLLM (OSDI 2024): loading-optimised checkpoints in host memory and on SSD, the server with the least
+estimated start-up time is chosen, instances scale with requests in flight (``target_ongoing_requests``) and end when idle
+for ``keep_alive``; when the pool is full the least recently used idle instance leaves. One instance has its devices for itself.
+Set here: a target of 70 % of the batch that an instance carries within its SLO, and a keep-alive of 5 minutes, since a load
+takes longer than the TTFT target. Left out: live migration of a running request off a server with the wanted checkpoint; all
+nodes of the simulated pools hold all weights in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+from broker.core.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
+from ops.simulator.policies.common import Floor, Recent, batch_within_slo, costs_of, waiting_first
+from ops.simulator.types import PolicyContext
+from subjects.ids import ModelHash, ReplicaId
+from subjects.messages import ReplicaState
+
+KEEP_ALIVE_S = 300.0
+TARGET = 0.7
+SPAN_S = 60.0
+"""Over which the mean lengths are learned that say how many requests an instance carries."""
+
+
+class OnDemand:
+    """Loads on request, evicts the least recently used."""
+
+    name = "on-demand"
+    wakes_cold_models = False
+
+    def __init__(self) -> None:
+        self._recent: dict[ModelHash, Recent] = {}
+
+    def decide(self, now_s: float, view: PoolView) -> Decision:
+        """Acts on requests in flight as they are at this look."""
+        floor = Floor(view)
+        actions: list[Action] = []
+        gone: set[ReplicaId] = set()
+        for model_hash, model in view.models.items():
+            self._recent.setdefault(model_hash, Recent(SPAN_S)).add(now_s, model.arrivals)
+        wanted = {
+            model_hash: math.ceil((model.waiting + model.running) / self._target(now_s, model_hash, model, view))
+            for model_hash, model in view.models.items()
+        }
+        for model_hash, model in view.models.items():
+            spare = max(0, len(model.replicas) - wanted[model_hash])
+            for replica in _least_recent(model.replicas)[:spare]:
+                if not replica.running and now_s - replica.last_used_s >= KEEP_ALIVE_S:
+                    gone.add(replica.replica)
+                    actions.append(StopReplica(replica.replica, f"idle for {KEEP_ALIVE_S:g} s"))
+        for model_hash, model in waiting_first(view):
+            for _ in range(wanted[model_hash] - len(model.replicas)):
+                devices = floor.whole(model.record)
+                victims: tuple[ReplicaView, ...] = ()
+                if devices is None:
+                    victims = _idle_for(view, model, gone)
+                    if not victims:
+                        break
+                    devices = victims[0].devices[: model.record.gpus]
+                    gone.update(victim.replica for victim in victims)
+                else:
+                    floor.take(devices, model.record.budget_bytes)
+                why = f"{model.waiting + model.running} in flight"
+                actions.append(StartReplica(model_hash, devices, why, victims=tuple(v.replica for v in victims)))
+        return Decision(tuple(actions))
+
+    def _target(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> float:
+        loads = self._recent[model_hash].loads(now_s)
+        return max(1.0, TARGET * batch_within_slo(model.record, costs_of(model, view), loads, model.record.kv_bytes))
+
+
+def _least_recent(replicas: tuple[ReplicaView, ...]) -> list[ReplicaView]:
+    ready = [replica for replica in replicas if replica.state is ReplicaState.READY and not replica.stays]
+    return sorted(ready, key=lambda replica: (replica.last_used_s, replica.replica))
+
+
+def _idle_for(view: PoolView, model: ModelView, gone: set[ReplicaId]) -> tuple[ReplicaView, ...]:
+    """The idle replica used longest ago whose devices are enough."""
+    idle = [
+        replica
+        for other in view.models.values()
+        for replica in _least_recent(other.replicas)
+        if other is not model
+        and not replica.running
+        and replica.replica not in gone
+        and len(replica.devices) >= model.record.gpus
+    ]
+    return tuple(sorted(idle, key=lambda replica: (replica.last_used_s, replica.replica))[:1])
+
+
+def on_demand(context: PolicyContext) -> OnDemand:
+    """Factory of ``on-demand``."""
+    return OnDemand()

@@ -1,0 +1,130 @@
+"""Cross-model scaling that reacts: whole GPUs go to whoever needs them now, without a forecast.
+
+The control loop of SageServe, Chiron and most in-house schedulers without their forecasts (``global-reactive``): each second
+every model's load of the last seconds, and what waits, is turned into replicas by the measured capacity; who lacks one takes
+a free device at once, else one of the model with the greatest surplus; who has had too many for half a minute gives them
+back; an idle model goes after five minutes. Every replica has its devices for itself. Left out: SLO classes (none of the
+workloads mixes them within a model), migration of running requests (replicas drain).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from broker.core.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
+from ops.simulator.policies.common import Every, Floor, Recent, capacity_used, costs_of, idlest, needed
+from ops.simulator.types import PolicyContext
+from profiles.costs import prefill_s
+from subjects.ids import ModelHash, ReplicaId
+from subjects.messages import ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class ReactiveSettings:
+    """As an operator would set them for a TTFT of 2 s and loads of 3 s."""
+
+    period_s: float = 1.0
+    span_s: float = 15.0
+    """Over which the load is measured."""
+    utilisation: float = 0.7
+    surplus_s: float = 30.0
+    """A surplus must last so long before it is given back."""
+    idle_s: float = 300.0
+    """After so long without a request a model gives up its last replica."""
+
+
+class Reactive:
+    """``global-reactive``."""
+
+    name = "global-reactive"
+    wakes_cold_models = False
+
+    def __init__(self, settings: ReactiveSettings | None = None) -> None:
+        self.settings = settings or ReactiveSettings()
+        self._period = Every(self.settings.period_s)
+        self._recent: dict[ModelHash, Recent] = {}
+        self._seen_s: dict[ModelHash, float] = {}
+        self._needs: dict[ModelHash, deque[tuple[float, int]]] = {}
+
+    def decide(self, now_s: float, view: PoolView) -> Decision:
+        """Looks at all models each second, and at once when one waits that has nothing."""
+        for model_hash, model in view.models.items():
+            self._recent.setdefault(model_hash, Recent(self.settings.span_s)).add(now_s, model.arrivals)
+            if any(model.arrivals.requests) or model.waiting or model.running:
+                self._seen_s[model_hash] = now_s
+        starved = any(model.waiting and not model.replicas for model in view.models.values())
+        if not (self._period.due(now_s) or starved):
+            return Decision()
+        wanted = {model_hash: self._wanted(now_s, model_hash, model, view) for model_hash, model in view.models.items()}
+        floor = Floor(view)
+        actions: list[Action] = []
+        gone: set[ReplicaId] = set()
+        for model_hash, model in view.models.items():
+            held = self._held(now_s, model_hash, wanted[model_hash])
+            for replica in idlest(model.replicas, len(model.replicas) - held):
+                gone.add(replica.replica)
+                actions.append(StopReplica(replica.replica, f"{held} are enough for {self.settings.surplus_s:g} s"))
+        # Who lacks the largest part of what it needs comes first.
+        lacking = [
+            ((wanted[model_hash] - len(model.replicas)) / wanted[model_hash], model_hash)
+            for model_hash, model in view.models.items()
+            if wanted[model_hash] > len(model.replicas)
+        ]
+        for _, model_hash in sorted(lacking, key=lambda entry: (-entry[0], entry[1])):
+            model = view.models[model_hash]
+            for _ in range(wanted[model_hash] - len(model.replicas)):
+                start = self._start(view, model_hash, floor, wanted, gone)
+                if start is None:
+                    break
+                actions.append(start)
+        return Decision(tuple(actions))
+
+    def _wanted(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> int:
+        record, costs = model.record, costs_of(model, view)
+        used = capacity_used(record, costs, self._recent[model_hash].loads(now_s), record.kv_bytes)
+        # What waits should be prefilled within the target too.
+        backlog = prefill_s(costs, model.waiting_input_tokens) if model.waiting == 1 else 0.0
+        if model.waiting > 1:
+            backlog = model.waiting * prefill_s(costs, model.waiting_input_tokens // model.waiting)
+        used += backlog / (record.sla.ttft_p95_ms / 1000)
+        alive = now_s - self._seen_s.get(model_hash, -1e9) < self.settings.idle_s
+        return max(int(alive), record.min_replicas, needed(used, self.settings.utilisation))
+
+    def _held(self, now_s: float, model_hash: ModelHash, wanted: int) -> int:
+        """The most that was wanted in the last while."""
+        needs = self._needs.setdefault(model_hash, deque())
+        needs.append((now_s, wanted))
+        while needs[0][0] <= now_s - self.settings.surplus_s:
+            needs.popleft()
+        return max(count for _, count in needs)
+
+    def _start(
+        self, view: PoolView, model_hash: ModelHash, floor: Floor, wanted: dict[ModelHash, int], gone: set[ReplicaId]
+    ) -> StartReplica | None:
+        record = view.models[model_hash].record
+        devices = floor.whole(record)
+        if devices is not None:
+            floor.take(devices, record.budget_bytes)
+            return StartReplica(model_hash, devices, f"needs {wanted[model_hash]}")
+        # Somebody with a surplus gives up one that holds as many devices or more.
+        for _, other_hash in sorted(
+            ((len(other.replicas) - wanted[other_hash], other_hash) for other_hash, other in view.models.items()),
+            key=lambda entry: (-entry[0], entry[1]),
+        ):
+            other = view.models[other_hash]
+            left = [replica for replica in other.replicas if replica.replica not in gone]
+            if other_hash == model_hash or len(left) <= wanted[other_hash] or other.record.gpus < record.gpus:
+                continue
+            victims = [replica for replica in idlest(left, len(left)) if replica.state is ReplicaState.READY]
+            if victims:
+                victim = victims[0]
+                gone.add(victim.replica)
+                reason = f"needs {wanted[model_hash]}, {other.record.name} has more than it needs"
+                return StartReplica(model_hash, victim.devices[: record.gpus], reason, victims=(victim.replica,))
+        return None
+
+
+def reactive(context: PolicyContext) -> Reactive:
+    """Factory of ``global-reactive``."""
+    return Reactive()
