@@ -15,6 +15,5 @@ STATIC: dict[str, dict[str, int]] = {
     "burst-slo": {"code": 14, "conv": 7},
     "pulse": {"pulsed": 8, "steady-a": 3, "steady-b": 3},
     "contention": {"small": 1, "middle": 1, "large": 1},
-    "scale": {},
 }
 """Replicas of the smallest dedicated split, by workload and model. Provisional."""

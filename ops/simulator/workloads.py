@@ -288,6 +288,8 @@ SCALE_RPS = 4_000.0
 SCALE_SWING = 0.6
 """Of the daily wave: a model's rate lies between 0.4 and 1.6 times its mean."""
 SCALE_CELL_S = 60.0
+SCALE_FILL = 0.8
+"""Of a replica's throughput what the static split counts on."""
 SCALE_SIZES = ("8B", "3.8B", "14B", "8B", "32B", "3.8B", "14B", "8B", "3.8B", "70B")
 
 
@@ -295,6 +297,14 @@ def scale_rates() -> list[float]:
     """Mean requests per second per model: popularity falls as 1 over the rank."""
     weights = [1.0 / rank for rank in range(1, SCALE_MODELS + 1)]
     return [SCALE_RPS * weight / sum(weights) for weight in weights]
+
+
+def _spread(model: SimModel, peak_rps: float) -> int:
+    """Replicas that carry a model's daily peak with requests of the Aegaeon pool at ``SCALE_FILL`` of their throughput."""
+    pool = _lengths()
+    each = Trace(np.zeros(len(pool.count)), np.zeros(len(pool.count), dtype=np.int16), pool.input_tokens, pool.output_tokens)
+    mean_s = float((work_s(model, each) * pool.count).sum() / pool.count.sum())
+    return max(1, math.ceil(peak_rps * mean_s / usable_share(model) / SCALE_FILL))
 
 
 def _wave(position: float) -> float:
@@ -331,7 +341,9 @@ def _scale(full: bool, load: float) -> Workload:
         windows=(Window(0.0, 60.0, 300.0),),
         trace=trace,
         pool=PoolSpec(devices=SCALE_DEVICES),
-        static_replicas=dict(rates.STATIC["scale"]),
+        static_replicas={
+            model.name: _spread(model, means[number] * (1 + SCALE_SWING)) for number, model in enumerate(models)
+        },
     )
 
 
