@@ -50,6 +50,8 @@ from broker.journal_keeper import JournalKeeper
 from broker.lease import LeaseKeeper
 from broker.overrides_sync import OverridesSync
 from broker.people import People
+from broker.policies import DEFAULT_POLICY, make_policy
+from broker.recording import Recorder
 from broker.registry_sync import RegistrySync
 from broker.scheduler_control import Control
 from profiles.registry import Registry
@@ -84,6 +86,8 @@ ALERTS_BYTES_MAX = 64 * 1024 * 1024
 ALERTS_QUEUED_MAX = 256
 ALERT_TRIES_MAX = 3
 RETRY_S = 0.5
+RECORDING_BYTES_MAX = 1024 * 1024 * 1024
+"""A recording ends when its file is this long; a small pool writes about 20 MB an hour."""
 
 _T = TypeVar("_T")
 log = structlog.get_logger(__name__)
@@ -99,15 +103,29 @@ class SchedulerConfig:
     """Holds ``registry.sqlite``, this scheduler's own copy of the registry."""
     queue_shards: int = 1
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+    policy: str = DEFAULT_POLICY
+    """A name of :mod:`broker.policies`."""
+    record: Path | None = None
+    """A file that keeps what the core hears and orders, for ``carpool replay-scheduler``."""
+    record_bytes_max: int = RECORDING_BYTES_MAX
 
 
 class Scheduler:
     """One scheduler on a bus."""
 
     def __init__(self, bus: Bus, registry: Registry, config: SchedulerConfig) -> None:
+        """
+        Raises:
+            ConfigError: an unknown policy, or a recording that cannot be written.
+        """
         self._bus = bus
         self.scheduler = incarnated(config.name)
-        self.core = SchedulerCore(config.settings)
+        self.core = SchedulerCore(config.settings, make_policy(config.policy))
+        self._recorder: Recorder | None = None
+        if config.record is not None:
+            self._recorder = Recorder(
+                config.record, policy=config.policy, settings=config.settings, bytes_max=config.record_bytes_max
+            )
         self.lease = LeaseKeeper(
             bus,
             self.scheduler,
@@ -189,6 +207,8 @@ class Scheduler:
             with contextlib.suppress(BusError):
                 await subscription.stop()
         await self._tasks.end()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _broke(self, error: BaseException) -> None:
         # Half a leader is worse than none: it would hold the lease and decide nothing.
@@ -242,7 +262,11 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------------------- core
 
     def _step(self, event: SchedulerEvent) -> None:
-        for command in self.core.step(time.monotonic(), event):
+        now_s = time.monotonic()
+        commands = self.core.step(now_s, event)
+        if self._recorder is not None:
+            self._recorder.step(now_s, event, commands)
+        for command in commands:
             self._do(command)
 
     def _do(self, command: SchedulerCommand) -> None:

@@ -116,16 +116,16 @@ class Control:
         if what in names_known:
             record = self._people.model({"model": what})
             explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
-            return {"kind": "model", **msgspec.to_builtins(explained)}
+            return {"explains": "model", **msgspec.to_builtins(explained)}
         transaction = self._transactions.find(what)
         if transaction is not None:
             told = explain_transaction(self._core, transaction, now_s, unix_s)
-            return {"kind": "transaction", **msgspec.to_builtins(told)}
+            return {"explains": "transaction", **msgspec.to_builtins(told)}
         replica = self._core.pool.replicas.get(ReplicaId(what))
         if replica is not None and (of := self._core.catalogue.of_hash(replica.report.model_hash)) is not None:
             explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
-            return {"kind": "model", **msgspec.to_builtins(explained)}
-        return {"kind": "request", **msgspec.to_builtins(await self._story(what))}
+            return {"explains": "model", **msgspec.to_builtins(explained)}
+        return {"explains": "request", **msgspec.to_builtins(await self._story(what))}
 
     async def _story(self, request: str) -> RequestStory:
         """What the gateway in the request's id knows of it."""

@@ -54,6 +54,14 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------- running parts
 
+_POLICIES = ("carpool", "rules")
+_RECORDING = click.Path(path_type=Path, dir_okay=False)
+_policy = click.option(
+    "--policy",
+    type=click.Choice(_POLICIES),
+    help="Who decides for the pool: the coordinator (carpool), or the scheduler's own rules alone. Default: rules.",
+)
+
 
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP endpoint.")
@@ -67,6 +75,10 @@ def main() -> None:
 @click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--no-worker", is_flag=True, help="Start no worker agent here.")
+@_policy
+@click.option(
+    "--record-scheduler", "record", type=_RECORDING, help="Record what the scheduler hears and orders, for a replay."
+)
 @pool_name_option
 def up(
     host: str,
@@ -80,6 +92,8 @@ def up(
     api_keys: Path | None,
     allow_open: bool,
     no_worker: bool,
+    policy: str | None,
+    record: Path | None,
     pool_name: str,
 ) -> None:
     """Run a whole pool on this machine until Ctrl-C.
@@ -107,6 +121,10 @@ def up(
                 devices=devices,
                 records=records,
                 gateway_flags=tuple(flags),
+                scheduler_flags=(
+                    *(("--policy", policy) if policy else ()),
+                    *(("--record", str(record.absolute())) if record else ()),
+                ),
                 worker=not no_worker,
             )
         )
@@ -155,19 +173,35 @@ def gateway(host: str, port: int, api_keys: Path | None, allow_open: bool, name:
 
 @main.command(short_help="Run one scheduler; of several, one leads.")
 @click.option("--id", "name", default="scheduler", show_default=True, help="Name of this scheduler on the bus.")
+@_policy
+@click.option("--record", type=_RECORDING, help="Record what it hears and orders, for `carpool replay-scheduler`.")
 @_shards
 @_state
 @nats_option
-def scheduler(name: str, shards: int, state_dir: Path | None, nats_url: str) -> None:
+def scheduler(
+    name: str, policy: str | None, record: Path | None, shards: int, state_dir: Path | None, nats_url: str
+) -> None:
     """Run one scheduler; of several, one leads and the others stand by.
 
     \b
     carpool scheduler --nats nats://10.0.0.5:4222
+    carpool scheduler --policy rules --record decisions.rec
     """
     from ops import parts
 
     urls = bus_url(nats_url).split(",")
-    sys.exit(run(parts.scheduler(nats_urls=urls, name=name, state_dir=_state_dir(state_dir), shards=shards)))
+    sys.exit(
+        run(
+            parts.scheduler(
+                nats_urls=urls,
+                name=name,
+                state_dir=_state_dir(state_dir),
+                shards=shards,
+                policy=policy,
+                record=record,
+            )
+        )
+    )
 
 
 @main.command(short_help="Run one worker agent with this machine's devices.")
@@ -342,6 +376,21 @@ def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
     result = run(run_proof(part, lambda line: click.echo(f"prove: {line}", err=True), only, seed))
     click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
     sys.exit(0 if result["ok"] else 1)
+
+
+@main.command("replay-scheduler", short_help="Decide again what a scheduler's recording holds, and compare.")
+@click.argument("file", type=click.Path(path_type=Path))
+@json_option
+def replay_scheduler(file: Path, as_json: bool) -> None:
+    """Feed a scheduler's recording to a fresh one and compare what it orders; exit code 0 when it is the very same.
+
+    \b
+    carpool up --record-scheduler decisions.rec
+    carpool replay-scheduler decisions.rec
+    """
+    from ops.replay_scheduler import replay_and_tell
+
+    sys.exit(replay_and_tell(file, as_json=as_json))
 
 
 @main.command()

@@ -29,14 +29,24 @@ async def gateway(
     return await run_gateway(config)
 
 
-async def scheduler(*, nats_urls: Sequence[str], name: str, state_dir: Path, shards: int) -> int:
+async def scheduler(
+    *, nats_urls: Sequence[str], name: str, state_dir: Path, shards: int, policy: str | None, record: Path | None
+) -> int:
     """Decides until SIGTERM."""
+    from broker.policies import DEFAULT_POLICY
     from broker.scheduler import SchedulerConfig, run_scheduler
 
     logs.configure("scheduler")
     await check_nats(",".join(nats_urls), must_answer=False)
     return await run_scheduler(
-        SchedulerConfig(nats_urls=tuple(nats_urls), name=name, state_dir=state_dir, queue_shards=shards)
+        SchedulerConfig(
+            nats_urls=tuple(nats_urls),
+            name=name,
+            state_dir=state_dir,
+            queue_shards=shards,
+            policy=policy or DEFAULT_POLICY,
+            record=record,
+        )
     )
 
 

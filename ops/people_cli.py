@@ -180,7 +180,7 @@ def explain(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
 
 
 def _told(result: dict[str, Any]) -> list[str]:
-    match result["kind"]:
+    match result["explains"]:
         case "model":
             return _model(result)
         case "transaction":

@@ -27,6 +27,7 @@ async def run_up(
     devices: Sequence[str],
     records: Sequence[ModelRecord],
     gateway_flags: tuple[str, ...],
+    scheduler_flags: tuple[str, ...],
     worker: bool,
 ) -> int:
     """Starts the set, prints its endpoints, applies ``records`` and waits for a signal. Returns the exit code."""
@@ -40,6 +41,7 @@ async def run_up(
         redis_port=redis_port,
         devices=tuple(devices),
         gateway_flags=gateway_flags,
+        scheduler_flags=scheduler_flags,
         worker=worker,
     )
     end_start_on_signal()

@@ -1,0 +1,28 @@
+"""The policies that a scheduler can be told to follow."""
+
+from __future__ import annotations
+
+from broker.core.policy import Policy
+from subjects.errors import ConfigError
+
+RULES = "rules"
+"""The scheduler's own rules alone (``broker.core.placement``): models wake on demand, and share by turns."""
+POLICIES = ("carpool", RULES)
+DEFAULT_POLICY = RULES
+
+
+def make_policy(name: str) -> Policy | None:
+    """A fresh policy of that name; None stands for the rules alone.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    match name:
+        case "carpool":
+            from broker.core.coordinator import Coordinator
+
+            return Coordinator()
+        case "rules":
+            return None
+        case _:
+            raise ConfigError(f"policy {name!r}: use one of {', '.join(POLICIES)}")
