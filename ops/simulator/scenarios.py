@@ -1,7 +1,8 @@
 """Fixed experiments with figures of their own, each ``carpool simulate --scenario NAME``.
 
-A scenario answers one question with a few scalars; what it compares with is in the same answer. Those that the tests rely on
-take their size as arguments, so that a test runs the same code on a small pool.
+A scenario answers one question with a few scalars; what it compares with is in the same answer. The tests run the same code
+on smaller loads. Their own loads are in ``scenario_loads``; ``scenario_limits`` looks for how far something goes, and
+``scenario_signals`` at what the scheduler knows rather than at what it does.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Say = Callable[[str], None]
-Figure = float | int | str | bool | None | list[float] | dict[str, float]
-Figures = dict[str, Figure]
+from ops.simulator import scenario_limits, scenario_loads, scenario_signals
+from ops.simulator.scenario import Figures, Say
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,5 +23,19 @@ class Scenario:
     run: Callable[[int, int, Say], Figures]
 
 
-SCENARIOS: dict[str, Scenario] = {}
+SCENARIOS: dict[str, Scenario] = {
+    "pulse": Scenario(
+        "100 to 800 requests/s in 20 s, and in one step: time to new capacity, growth of P99", scenario_loads.pulse
+    ),
+    "contention": Scenario("three models on two GPUs, 70/20/10: interference per pair", scenario_loads.contention),
+    "pulse-47s": Scenario(
+        "a pulse of three times the load for 47 s, beside a per-model autoscaler", scenario_loads.pulse_47s
+    ),
+    "opposite": Scenario("one model doubles while another halves, on a full pool", scenario_loads.opposite),
+    "impatient": Scenario("clients that hang up after 2 s and come again", scenario_loads.impatient),
+    "fairness": Scenario("Gold and Silver under overload, with and without taking turns by class", scenario_loads.fairness),
+    "load-factor": Scenario("largest load of five-lines on 8 GPUs with every model at 99 %", scenario_limits.load_factor),
+    "scale": Scenario("200 models on 1,000 GPUs: time of a decision on one core", scenario_limits.scale),
+    "forecast": Scenario("error of the forecast beside naive and seasonal-naive", scenario_signals.forecast),
+}
 """By name."""

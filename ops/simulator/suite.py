@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ from ops.simulator.metrics import Series
 from ops.simulator.policies import POLICIES
 from ops.simulator.run import Run, merge, run
 from ops.simulator.types import Result, Window, Workload
-from subjects.errors import ConfigError
+from subjects.errors import CarpoolError, ConfigError
 
 BOUND = "bound"
 """Not a policy: what no schedule can go below (``ops.simulator.bound``)."""
@@ -160,7 +161,7 @@ def run_suite(
 ) -> Table:
     """Runs ``planned`` on so many processes (0: one per core of this process) and returns the table."""
     started_s = time.monotonic()
-    processes = min(processes or len(os.sched_getaffinity(0)), PROCESSES_MAX, max(1, len(planned)))
+    processes = process_count(processes, len(planned))
     waiting: dict[tuple[str, str, int], list[Simulation]] = {}
     for simulation in planned:
         waiting.setdefault(_row_key(simulation), []).append(simulation)
@@ -174,6 +175,11 @@ def run_suite(
             rows[key] = _row(sorted(found.pop(key), key=lambda one: one.simulation.window))
         told(Progress(done, len(planned), piece.simulation, piece.cpu_s, piece.error))
     return Table(rows=[rows[key] for key in waiting], wall_s=time.monotonic() - started_s)
+
+
+def process_count(asked: int, jobs: int) -> int:
+    """How many processes to use for so many jobs; 0 asks for one per core that this process may use."""
+    return min(asked or len(os.sched_getaffinity(0)), PROCESSES_MAX, max(1, jobs))
 
 
 def _row_key(simulation: Simulation) -> tuple[str, str, int]:
@@ -190,27 +196,33 @@ def _pieces(planned: Sequence[Simulation], processes: int) -> Iterator[_Piece]:
     if processes == 1:
         yield from (simulate(planned[index]) for index in longest_first)
         return
-    with _executor(processes) as executor:
-        futures: list[Future[_Piece]] = [executor.submit(simulate, planned[index]) for index in longest_first]
+    with executor(processes) as workers:
+        futures: list[Future[_Piece]] = [workers.submit(simulate, planned[index]) for index in longest_first]
         for future in as_completed(futures):
             yield future.result()
             futures.remove(future)
 
 
 @contextmanager
-def _executor(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes that end with the command, whatever ends it."""
+def executor(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh processes that end with the command, whatever ends it.
+
+    Raises:
+        CarpoolError: one of them was killed.
+    """
     import multiprocessing
 
-    executor = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_one_thread)
+    made = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_one_thread)
     try:
-        yield executor
-    except BaseException:
-        for process in list((executor._processes or {}).values()):
+        yield made
+    except BaseException as error:
+        for process in list((made._processes or {}).values()):
             process.terminate()
-        executor.shutdown(wait=False, cancel_futures=True)
+        made.shutdown(wait=False, cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise CarpoolError("a process of the simulation was killed (out of memory?); try --jobs 1") from None
         raise
-    executor.shutdown()
+    made.shutdown()
 
 
 def _one_thread() -> None:
