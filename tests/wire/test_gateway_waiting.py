@@ -14,8 +14,10 @@ from openai import APIError, AsyncOpenAI
 from broker.core.admission import Limits
 from broker.gateway import GatewayOptions
 from broker.http_app import HttpOptions
+from subjects import names
+from subjects.codec import decode
 from subjects.ids import Tenant
-from subjects.messages import Failure, FailureKind, PoolModel, SlaClass
+from subjects.messages import Failure, FailureKind, PoolModel, RequestStory, SlaClass
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, Run, answer_hello, open_pool, record
@@ -59,6 +61,32 @@ async def test_a_cold_model_holds_its_requests(pool: Pool) -> None:
         lambda: sum(entry.finished for one in pool.telemetry for entry in one.demand) == 3, "three finished in the telemetry"
     )
     assert sum(entry.arrived for one in pool.telemetry for entry in one.demand) == 3
+
+
+async def test_what_became_of_a_request_is_told_by_its_id(pool: Pool) -> None:
+    """While it waits and after its end: waits, replica, tokens, status, and nothing of what was said (SCH-11)."""
+    model = record()
+    await pool.register(model)
+    prompt = "a prompt that nobody else may read"
+    answer = asyncio.ensure_future(pool.chat(model.name, messages=[{"role": "user", "content": prompt}]))
+
+    async def story(request: str) -> RequestStory:
+        payload = await pool.bus.request(names.why(pool.gateway.ingress), request.encode(), timeout_s=5.0)
+        assert prompt.encode() not in payload
+        return decode(payload, RequestStory)
+
+    await until(lambda: list(pool.gateway._live), "the request waits")
+    (request,) = pool.gateway._live
+    waits = await story(request)
+    assert (waits.state, waits.model, waits.attempts, waits.status) == ("waiting", model.name, (), 0)
+    replica = await pool.replica(model)
+    assert (await answer).headers["x-carpool-request-id"] == request
+    told = await story(request)
+    (attempt,) = told.attempts
+    assert (told.state, told.status, attempt.replica, attempt.lost) == ("ended", 200, replica.id, False)
+    assert told.output_tokens and told.first_output_s is not None and attempt.waited_s <= told.first_output_s <= told.age_s
+    for unknown in ("nobody-1", "", "a b"):
+        assert not (await story(unknown)).known
 
 
 async def test_comments_flow_while_a_model_wakes(pool: Pool) -> None:
