@@ -12,11 +12,12 @@ from typing import assert_never
 from broker.core.catalogue import Catalogue
 from broker.core.describe import bytes_text
 from broker.core.digest import DigestBuilder
+from broker.core.journal import Resumption
 from broker.core.planning import Planner
 from broker.core.policy import Action, ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
 from broker.core.pool import COMING, Device, Pool, Replica
 from broker.core.scheduler_events import MODELS_PER_DEVICE, Placement, SchedulerCommand, SchedulerSettings
-from broker.core.transaction import Transaction
+from broker.core.transaction import Kind, Transaction
 from broker.core.transactions import Transactions
 from profiles.budget import with_kv
 from subjects.ids import ReplicaId, base_name
@@ -108,6 +109,37 @@ class Actions:
     ) -> None:
         number = self._digests.note(now_s, action, model, reason, replica=replica, device=where)
         self._entries[(transaction.number, key)] = number
+
+    def take_up(self, now_s: float, resumption: Resumption, out: list[SchedulerCommand]) -> str:
+        """Goes on with a transaction of an earlier leader; returns why it cannot, or nothing."""
+        pool, began = self._pool, resumption.recorded.began
+        there = [pool.replicas[replica] for replica in resumption.there]
+        if began.kind == Kind.RESIZE_KV.value:
+            refusal = self._resize(now_s, ResizeReplicaKv(there[0].replica, began.kv_bytes or 0, began.reason))
+            return refusal or "begun again as a change of its own"
+        if began.kind == Kind.SET_CONCURRENCY.value:
+            change = SetReplicaConcurrency(there[0].replica, began.slots or 0, began.reason)
+            return self._set_concurrency(now_s, change) or "begun again as a change of its own"
+        newcomer = pool.replicas.get(resumption.newcomer) if resumption.newcomer is not None else None
+        if began.record is not None and newcomer is None:
+            known = [device for device in (pool.device(began.worker, key) for key in began.devices) if device is not None]
+            refusal = self._planner.cannot_span(began.record, known)
+            if refusal:
+                return refusal
+            for device in known:
+                if self._planner.block_bytes(device, there) < began.record.budget_bytes:
+                    return f"the room on {device.report.device} is gone"
+        transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, out)
+        where = _where(began.worker, began.devices)
+        for replica in there:
+            name = self._catalogue.name(replica.report.model_hash)
+            action = "unload" if began.record is None else "evict"
+            reason = f"an earlier leader began it: {began.reason}"
+            self._note(now_s, transaction, replica.replica, action, name, reason, where, replica.replica)
+        if began.record is not None:
+            reason = f"an earlier leader began it: {began.reason}"
+            self._note(now_s, transaction, "load", "load", began.record.name, reason, where, None)
+        return ""
 
     def ended(
         self, transaction: Transaction, key: str, outcome: str, took_s: float, *, replica: ReplicaId | None = None

@@ -100,6 +100,8 @@ class Transaction:
     """One scale action. ``record`` is None unless something is loaded."""
 
     number: int
+    name: str
+    """In the journal: ``<epoch>-<number>`` of its beginning."""
     kind: Kind
     worker: WorkerId
     devices: tuple[DeviceId, ...]

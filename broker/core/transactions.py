@@ -25,6 +25,7 @@ What begins, is sent and ends is told to the journal, from which a successor tak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from broker.core.pool import COMING, Pool, Replica, Reservation, Worker
@@ -32,7 +33,7 @@ from broker.core.scheduler_events import Placement, SchedulerCommand, SchedulerS
 from broker.core.transaction import TRANSITIONS as TRANSITIONS
 from broker.core.transaction import Change, Fault, Kind, Operation, Transaction, Victim
 from broker.core.transaction import Stage as Stage
-from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId, base_name
+from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
@@ -178,7 +179,9 @@ class Transactions:
 
     def _begin(self, now_s: float, kind: Kind, worker: WorkerId, devices: tuple[DeviceId, ...], reason: str) -> Transaction:
         self._begun += 1
-        transaction = Transaction(self._begun, kind, worker, devices, reason, now_s, now_s, drain_s=self._settings.drain_s)
+        name = f"{self._epoch}-{self._begun}"
+        drain_s = self._settings.drain_s
+        transaction = Transaction(self._begun, name, kind, worker, devices, reason, now_s, now_s, drain_s=drain_s)
         self.running[transaction.number] = transaction
         return transaction
 
@@ -188,7 +191,7 @@ class Transactions:
         change = transaction.change
         self._journal.append(
             TransactionBegan(
-                transaction=self._journal_id(transaction.number),
+                transaction=transaction.name,
                 kind=transaction.kind.value,
                 at_unix_s=now_s + self.unix_offset_s,
                 reason=transaction.reason,
@@ -197,6 +200,7 @@ class Transactions:
                 record=transaction.record,
                 replica_name=transaction.replica_name,
                 restores=transaction.restores,
+                by_policy=transaction.by_policy,
                 replicas=replicas,
                 model_hashes=tuple(self._pool.replicas[replica].report.model_hash for replica in replicas),
                 forced=forced,
@@ -206,8 +210,54 @@ class Transactions:
             )
         )
 
-    def _journal_id(self, number: int) -> str:
-        return f"{self._epoch}-{number}"
+    def take_up(
+        self,
+        now_s: float,
+        began: TransactionBegan,
+        newcomer: Replica | None,
+        there: Sequence[Replica],
+        gone: Sequence[tuple[ReplicaId, ModelHash]],
+        out: list[SchedulerCommand],
+    ) -> Transaction:
+        """Goes on with a placement or retirement of an earlier leader, under its own name.
+
+        ``there`` still have to leave, ``gone`` have left for it, ``newcomer`` is listed and on its way.
+        """
+        transaction = self._begin(now_s, Kind(began.kind), began.worker, began.devices, began.reason)
+        transaction.name = began.transaction
+        transaction.drain_s = began.drain_s
+        for replica, model_hash in gone:
+            transaction.victims[replica] = Victim(replica, model_hash, gone=True, begun_s=now_s, gone_s=now_s)
+            self._leavers[replica] = transaction.number
+        if began.record is not None:
+            transaction.record = began.record
+            transaction.restores = began.restores
+            transaction.by_policy = began.by_policy
+            transaction.replica_name = began.replica_name
+            self._newcomers[began.replica_name] = transaction.number
+            if newcomer is None:
+                self._pool.reserve(
+                    Reservation(
+                        began.worker,
+                        began.devices,
+                        began.replica_name,
+                        began.record.model_hash,
+                        began.record.budget_bytes,
+                    )
+                )
+        forced = began.forced and began.record is None
+        self._send_away(now_s, transaction, tuple(replica.replica for replica in there), forced=forced, out=out)
+        self._advance(now_s, transaction)
+        if newcomer is not None and transaction.stage is Stage.WAITING:
+            # Its agent has its own bound for the load, so no command of ours need watch over it.
+            transaction.move(now_s, Stage.LOADING)
+            transaction.load_begun_s = now_s - newcomer.report.state_s
+            transaction.replica = newcomer.replica
+        return transaction
+
+    def close(self, now_s: float, name: str, failure: str) -> None:
+        """Writes the end of a transaction of an earlier leader that is not taken up."""
+        self._journal.append(TransactionEnded(transaction=name, at_unix_s=now_s + self.unix_offset_s, failure=failure))
 
     def _send_away(
         self,
@@ -308,7 +358,7 @@ class Transactions:
         )
         self._journal.append(
             StepSent(
-                transaction=self._journal_id(transaction.number),
+                transaction=transaction.name,
                 operation=command.operation,
                 worker=transaction.worker,
                 at_unix_s=now_s + self.unix_offset_s,
@@ -321,7 +371,7 @@ class Transactions:
         del self._operations[operation.operation]
         self._journal.append(
             StepEnded(
-                transaction=self._journal_id(operation.transaction),
+                transaction=self.running[operation.transaction].name,
                 operation=operation.operation,
                 at_unix_s=now_s + self.unix_offset_s,
                 failure=failure,
@@ -589,7 +639,7 @@ class Transactions:
         self._ended.append(transaction)
         self._journal.append(
             TransactionEnded(
-                transaction=self._journal_id(transaction.number),
+                transaction=transaction.name,
                 at_unix_s=now_s + self.unix_offset_s,
                 failure=transaction.failure if stage is Stage.ABORTED else "",
             )
