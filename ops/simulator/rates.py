@@ -12,7 +12,7 @@ STATIC: dict[str, dict[str, int]] = {
     "five-lines": {"m-small": 1, "m-mid": 2, "mm-image": 2, "deepseek-r1": 3, "m-large": 1},
     "busy-few": {"m-small": 2, "m-mid": 14, "deepseek-r1": 6, "m-large": 6},
     "burst": {"code": 4, "conv": 4},
-    "burst-slo": {"code": 14, "conv": 7},
+    "burst-slo": {"code": 12, "conv": 4},
     "pulse": {"pulsed": 8, "steady-a": 3, "steady-b": 3},
     "contention": {"small": 1, "middle": 1, "large": 1},
 }

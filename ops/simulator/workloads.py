@@ -51,12 +51,16 @@ def workload(name: str, *, full: bool = False, load: float = 1.0) -> Workload:
     return _MADE[name](full, load)
 
 
+MINUTE_FILL = 0.75
+"""Of a replica's throughput what a split counts on that is sized by minutes: a quarter is for what happens within one."""
+
+
 def p99_minute(model: SimModel, trace: Trace, window: Window) -> int:
-    """Replicas that carry the 99th percentile of a window's minutes if work could be spread evenly within a minute."""
+    """Replicas that carry the 99th percentile of a window's minutes at ``MINUTE_FILL`` of their throughput."""
     count = max(1, int((window.end_s - window.warmup_s) // 60))
     minute = np.minimum(((trace.arrival_s - window.warmup_s) // 60).astype(np.int64), count - 1)
     busy = np.bincount(minute, weights=work_s(model, trace), minlength=count) / 60.0
-    return max(1, math.ceil(float(np.quantile(busy, 0.99)) / usable_share(model)))
+    return max(1, math.ceil(float(np.quantile(busy, 0.99)) / usable_share(model) / MINUTE_FILL))
 
 
 # ------------------------------------------------------------------------------------------------------------- ServeGen
@@ -288,8 +292,6 @@ SCALE_RPS = 4_000.0
 SCALE_SWING = 0.6
 """Of the daily wave: a model's rate lies between 0.4 and 1.6 times its mean."""
 SCALE_CELL_S = 60.0
-SCALE_FILL = 0.8
-"""Of a replica's throughput what the static split counts on."""
 SCALE_SIZES = ("8B", "3.8B", "14B", "8B", "32B", "3.8B", "14B", "8B", "3.8B", "70B")
 
 
@@ -300,11 +302,11 @@ def scale_rates() -> list[float]:
 
 
 def _spread(model: SimModel, peak_rps: float) -> int:
-    """Replicas that carry a model's daily peak with requests of the Aegaeon pool at ``SCALE_FILL`` of their throughput."""
+    """Replicas that carry a model's daily peak with requests of the Aegaeon pool at ``MINUTE_FILL`` of their throughput."""
     pool = _lengths()
     each = Trace(np.zeros(len(pool.count)), np.zeros(len(pool.count), dtype=np.int16), pool.input_tokens, pool.output_tokens)
     mean_s = float((work_s(model, each) * pool.count).sum() / pool.count.sum())
-    return max(1, math.ceil(peak_rps * mean_s / usable_share(model) / SCALE_FILL))
+    return max(1, math.ceil(peak_rps * mean_s / usable_share(model) / MINUTE_FILL))
 
 
 def _wave(position: float) -> float:
