@@ -358,7 +358,7 @@ def demo(keep: bool, as_json: bool) -> None:
 
 
 @main.command(short_help="Run the fixed oracles of a part on real processes.")
-@click.argument("part", type=click.Choice(["main-job"]))
+@click.argument("part", type=click.Choice(["main-job", "scheduler"]))
 @click.option("--only", multiple=True, help="Run only this oracle of the part. May be repeated.")
 @click.option("--seed", default=0, show_default=True, help="Another seed gives other prompts and other bursts.")
 @json_option
@@ -368,6 +368,7 @@ def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
     \b
     carpool prove main-job --json
     carpool prove main-job --only cancels --only kill9
+    carpool prove scheduler --json
     """
     import json
 

@@ -60,6 +60,9 @@ class PoolOptions:
     worker_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
     worker: bool = True
+    more: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts beside the usual ones: a name and the words after ``carpool``, such as a second worker or a standby scheduler.
+    The first word says what it is; it joins the pool's own servers and keeps its state in a folder of its name."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -134,7 +137,7 @@ class _Part:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines_max:])
         return ""
 
-    async def stop(self) -> None:
+    async def stop(self, limit_s: float) -> None:
         self.stopping = True
         process = self.process
         if process is None or process.returncode is not None:
@@ -142,7 +145,7 @@ class _Part:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_S_MAX[self.name])
+            await asyncio.wait_for(process.wait(), limit_s)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -241,6 +244,8 @@ class Pool:
             devices = [flag for device in options.devices for flag in ("--device", device)]
             argv = [*carpool, "worker", "--state-dir", str(state), *devices, *options.worker_flags]
             await self._run("worker", argv, environment)
+        for name, (command, *words) in options.more.items():
+            await self._run(name, [*carpool, command, "--state-dir", str(state / name), *words], environment)
         gateway = [*carpool, "gateway", "--host", options.host, "--port", str(http_port), *options.gateway_flags]
         await self._run("gateway", gateway, environment)
 
@@ -268,9 +273,11 @@ class Pool:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._watchers.clear()
-        for name in _STOP_ORDER:
-            if name in self._parts:
-                await self._parts[name].stop()
+        more = {name: words[0] for name, words in self._options.more.items()}
+        for kind in _STOP_ORDER:
+            for name in (*(name for name, command in more.items() if command == kind), kind):
+                if name in self._parts:
+                    await self._parts[name].stop(STOP_S_MAX[kind])
         self._parts.clear()
         if self._lock is not None:
             with contextlib.suppress(OSError):

@@ -9,29 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from ops.control import control
 from ops.models import records_of
 from ops.prove.scripted_server import ScriptedServer
-from ops.supervisor import Pool, PoolOptions
-from subjects import codec, names
-from subjects.errors import ConfigError
-from subjects.messages import LoadModel, WorkerCommand
+from ops.prove.workplace import (
+    Answer,
+    Figures,
+    Oracle,
+    Say,
+    ask,
+    client_of,
+    load_commands,
+    run_oracles,
+    running_pool,
+    service,
+    simulated,
+    unload,
+    until,
+)
 
-if TYPE_CHECKING:
-    import httpx
-
-Say = Callable[[str], None]
-
-ANSWER_S_MAX = 120.0
 MINORITY_WAIT_S_MAX = 10.0
 """The scheduler's own bound on how long a busy resident may keep a waiting model out."""
 CANCEL_S_MAX = 1.0
@@ -46,178 +47,7 @@ _ASKS = ("Describe {} in one sentence.", "Write a short poem about {}.", "Why do
 
 async def run(say: Say, only: tuple[str, ...], seed: int = 0) -> dict[str, Any]:
     """All oracles (or those named in ``only``) in turn; every figure with its bound beside it, and ``ok``."""
-    known = [oracle.__name__.removeprefix("prove_") for oracle in ORACLES]
-    for name in only:
-        if name not in known:
-            raise ConfigError(f"--only {name}: no such oracle; use one of {', '.join(known)}")
-    result: dict[str, Any] = {"part": "main-job", "seed": seed}
-    bounds: dict[str, bool] = {}
-    for name, oracle in zip(known, ORACLES, strict=True):
-        if only and name not in only:
-            continue
-        started_s = time.monotonic()
-        say(f"{name}: running")
-        with tempfile.TemporaryDirectory(prefix="carpool-prove-", ignore_cleanup_errors=True) as temporary:
-            figures, held = await oracle(Path(temporary), random.Random(seed), say)  # noqa: S311 - workloads, not secrets
-        result |= figures
-        bounds |= held
-        missed = [bound for bound, ok in held.items() if not ok]
-        say(f"{name}: {'held' if not missed else 'MISSED ' + ', '.join(missed)} in {time.monotonic() - started_s:.0f} s")
-    result["bounds"] = bounds
-    result["ok"] = all(bounds.values())
-    return result
-
-
-Figures = tuple[dict[str, Any], dict[str, bool]]
-
-
-# ------------------------------------------------------------------------------------------------------------ a workplace
-
-
-@contextlib.asynccontextmanager
-async def _pool(directory: Path, services: str, device: str, *flags: str) -> AsyncIterator[Pool]:
-    """A running pool with ``services`` (YAML) applied."""
-    path = directory / "services.yaml"
-    path.write_text(services)
-    options = PoolOptions(state_dir=directory / "state", devices=(device,), worker_flags=flags)
-    async with Pool(options) as pool:
-        records = await asyncio.to_thread(records_of, [path])
-        await control(pool.nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]})
-        yield pool
-
-
-def _service(name: str, source: str, engine: str, *, resources: str = "", strategy: str = "") -> str:
-    lines = ["---", "apiVersion: llm.serving/v1", "kind: ModelService", f"metadata: {{name: {name}}}", "spec:"]
-    lines += [f"  source: {source}"] if source else []
-    lines += [f"  resources: {{{resources}}}"] if resources else []
-    lines += [f"  strategy: {{{strategy}}}"] if strategy else []
-    return "\n".join([*lines, f"  engine: {{{engine}}}", ""])
-
-
-def _simulated(name: str, *, load_s: float, baseline_gb: float, slots: int = 8, options: str = "") -> str:
-    more = f", {options}" if options else ""
-    engine = (
-        f"type: simulated, max_num_seqs: {slots}, max_context_len: 2048, kv_cache_bytes: 64MiB, "
-        f"options: {{load_s: {load_s}{more}}}"
-    )
-    return _service(name, "", engine, resources=f"baseline_memory_gb: {baseline_gb}", strategy="max_wait_s: 110")
-
-
-def _client(pool: Pool) -> httpx.AsyncClient:
-    import httpx
-
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    return httpx.AsyncClient(base_url=f"{pool.http_url}/v1", timeout=ANSWER_S_MAX, limits=limits, trust_env=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One request as its client saw it; times are monotonic seconds."""
-
-    model: str
-    status: int
-    text: str
-    finish_reason: str
-    attempt: int
-    begun_s: float
-    first_s: float
-    ended_s: float
-    error: str = ""
-
-    @property
-    def whole(self) -> bool:
-        """Answered to its regular end."""
-        return self.status == 200 and self.finish_reason in ("stop", "length") and not self.error
-
-
-async def _ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int, *, stream: bool, **extra: Any) -> Answer:
-    """Sends one chat request and reads its answer to the end; never raises for what the server does."""
-    import httpx
-
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": stream,
-        **extra,
-    }
-    begun_s = time.monotonic()
-    status, attempt, first_s, finish, error = 0, 0, 0.0, "", ""
-    text: list[str] = []
-    try:
-        async with client.stream("POST", "/chat/completions", json=body) as response:
-            status = response.status_code
-            attempt = int(response.headers.get("x-carpool-attempt", 1))
-            if not stream or status != 200:
-                content = msgspec.json.decode(await response.aread())
-                first_s = time.monotonic()
-                if status == 200:
-                    text.append(content["choices"][0]["message"]["content"] or "")
-                    finish = content["choices"][0]["finish_reason"] or ""
-                else:
-                    error = str(content["error"]["message"])
-            else:
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    chunk = msgspec.json.decode(line[6:])
-                    error = str(chunk["error"]["message"]) if "error" in chunk else error
-                    for choice in chunk.get("choices", ()):
-                        finish = choice.get("finish_reason") or finish
-                        if choice["delta"].get("content"):
-                            first_s = first_s or time.monotonic()
-                            text.append(choice["delta"]["content"])
-    except httpx.HTTPError as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    ended_s = time.monotonic()
-    return Answer(model, status, "".join(text), finish, attempt, begun_s, first_s or ended_s, ended_s, error)
-
-
-@contextlib.asynccontextmanager
-async def _load_commands(pool: Pool) -> AsyncIterator[list[LoadModel]]:
-    """A wiretap: every load command on the bus, once per operation."""
-    from subjects.bus import BusMessage
-    from subjects.nats_bus import NatsBus
-
-    seen: dict[str, LoadModel] = {}
-    loads: list[LoadModel] = []
-
-    def hear(message: BusMessage) -> None:
-        command: object = codec.decode(message.payload, WorkerCommand)  # type: ignore[arg-type]
-        if isinstance(command, LoadModel) and command.operation not in seen:
-            seen[command.operation] = command
-            loads.append(command)
-
-    bus = await NatsBus.connect([pool.nats_url], name="carpool-wiretap")
-    try:
-        await bus.subscribe(f"{names.PREFIX}.cmd.*", hear)
-        yield loads
-    finally:
-        await bus.close()
-
-
-async def _until(holds: Callable[[], Awaitable[bool]], limit_s: float) -> bool:
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        if await holds():
-            return True
-        await asyncio.sleep(0.05)
-    return False
-
-
-async def _state(pool: Pool, model: str) -> list[str]:
-    rows = await control(pool.nats_url, "get", {"what": "replicas"}) or []
-    return [row["state"] for row in rows if row["model"] == model]
-
-
-async def _unload(pool: Pool, model: str) -> None:
-    async def gone() -> bool:
-        return not await _state(pool, model)
-
-    await control(pool.nats_url, "unload", {"model": model})
-    if not await _until(gone, 60):
-        raise TimeoutError(f"{model} was not unloaded within 60 s")
+    return await run_oracles("main-job", ORACLES, say, only, seed)
 
 
 # ---------------------------------------------------------------------------------------------------------- the oracles
@@ -230,7 +60,7 @@ async def prove_greedy(directory: Path, rng: random.Random, say: Say) -> Figures
 
     prompts = [rng.choice(_ASKS).format(rng.choice(_SUBJECTS)) + f" ({index})" for index in range(GREEDY_PROMPTS)]
     engine = "type: vllm, dtype: float32, max_num_seqs: 8, max_context_len: 512, kv_cache_bytes: 256MiB"
-    services = _service("real", "builtin:smollm2-135m-instruct", engine)
+    services = service("real", "builtin:smollm2-135m-instruct", engine)
     path = directory / "reference.yaml"
     path.write_text(services)
     record = (await asyncio.to_thread(records_of, [path]))[0]
@@ -247,17 +77,17 @@ async def prove_greedy(directory: Path, rng: random.Random, say: Say) -> Figures
                 mismatches += 1
                 first_difference = first_difference or f"{kind}, {prompt!r}: {answer.text!r} ({answer.error}) for {text!r}"
 
-    async with _pool(directory, services, "cpu:4GiB", "--threads", "1") as pool, _client(pool) as client:
+    async with running_pool(directory, services, "cpu:4GiB", "--threads", "1") as pool, client_of(pool) as client:
         for phase in ("before eviction", "after eviction"):
             for stream in (False, True):
                 kind = f"{phase}, {'streamed' if stream else 'whole'}"
                 say(f"greedy: {kind}")
-                alone = [await _ask(client, "real", prompt, GREEDY_TOKENS, stream=stream) for prompt in prompts]
+                alone = [await ask(client, "real", prompt, GREEDY_TOKENS, stream=stream) for prompt in prompts]
                 compare(alone, f"{kind}, alone")
-                together = [_ask(client, "real", prompt, GREEDY_TOKENS, stream=stream) for prompt in prompts]
+                together = [ask(client, "real", prompt, GREEDY_TOKENS, stream=stream) for prompt in prompts]
                 compare(await asyncio.gather(*together), f"{kind}, {GREEDY_PROMPTS} in parallel")
             if phase == "before eviction":
-                await _unload(pool, "real")
+                await unload(pool, "real")
     figures = {"greedy_mismatches": mismatches, "greedy_compared": compared, "greedy_smallest_top2_margin": margin}
     if first_difference:
         say(f"greedy: first difference: {first_difference}")
@@ -266,15 +96,15 @@ async def prove_greedy(directory: Path, rng: random.Random, say: Say) -> Figures
 
 async def prove_grouping(directory: Path, rng: random.Random, say: Say) -> Figures:
     """A, B, A, A, C, A, B, C and bursts on one slot: few swaps, none while the victim answers, no minority starves."""
-    services = "".join(_simulated(name, load_s=0.5, baseline_gb=0.6) for name in ("a", "b", "c"))
+    services = "".join(simulated(name, load_s=0.5, baseline_gb=0.6) for name in ("a", "b", "c"))
     script = {"token_s": 0.05}
-    async with _pool(directory, services, "cpu:1GiB") as pool, _client(pool) as client:
+    async with running_pool(directory, services, "cpu:1GiB") as pool, client_of(pool) as client:
 
         async def ask_later(delay_s: float, model: str) -> Answer:
             await asyncio.sleep(delay_s)
-            return await _ask(client, model, "go", 10, stream=True, carpool_sim=script)
+            return await ask(client, model, "go", 10, stream=True, carpool_sim=script)
 
-        async with _load_commands(pool) as loads:
+        async with load_commands(pool) as loads:
             sequence = await asyncio.gather(*(ask_later(0.05 * at, model) for at, model in enumerate("abaacabc")))
             swaps = len(loads) - 1
         say("grouping: bursts, and a majority that never pauses")
@@ -309,9 +139,13 @@ async def prove_grouping(directory: Path, rng: random.Random, say: Say) -> Figur
 
 async def prove_one_wake(directory: Path, _rng: random.Random, _say: Say) -> Figures:
     """200 first requests at once wake a model once, and all are answered."""
-    services = _simulated("cold", load_s=2.0, baseline_gb=0.5, slots=32)
-    async with _pool(directory, services, "cpu:1GiB") as pool, _client(pool) as client, _load_commands(pool) as loads:
-        asks = [_ask(client, "cold", "go", 4, stream=number % 2 == 0) for number in range(FIRST_REQUESTS)]
+    services = simulated("cold", load_s=2.0, baseline_gb=0.5, slots=32)
+    async with (
+        running_pool(directory, services, "cpu:1GiB") as pool,
+        client_of(pool) as client,
+        load_commands(pool) as loads,
+    ):
+        asks = [ask(client, "cold", "go", 4, stream=number % 2 == 0) for number in range(FIRST_REQUESTS)]
         answers = await asyncio.gather(*asks)
         count = len(loads)
     unanswered = sum(1 for answer in answers if not answer.whole)
@@ -321,16 +155,16 @@ async def prove_one_wake(directory: Path, _rng: random.Random, _say: Say) -> Fig
 
 async def prove_cold_pairs(directory: Path, _rng: random.Random, say: Say) -> Figures:
     """Two cold models asked for at the same instant, with room for one: both are served, 20 times."""
-    services = "".join(_simulated(name, load_s=0.3, baseline_gb=0.6) for name in ("left", "right"))
+    services = "".join(simulated(name, load_s=0.3, baseline_gb=0.6) for name in ("left", "right"))
     failed = 0
-    async with _pool(directory, services, "cpu:1GiB") as pool, _client(pool) as client:
+    async with running_pool(directory, services, "cpu:1GiB") as pool, client_of(pool) as client:
         for number in range(COLD_PAIR_ROUNDS):
-            answers = await asyncio.gather(*(_ask(client, name, "go", 4, stream=True) for name in ("left", "right")))
+            answers = await asyncio.gather(*(ask(client, name, "go", 4, stream=True) for name in ("left", "right")))
             if not all(answer.whole for answer in answers):
                 failed += 1
                 say(f"cold_pairs: round {number}: {[answer.error or answer.finish_reason for answer in answers]}")
             for name in ("left", "right"):
-                await _unload(pool, name)
+                await unload(pool, name)
     figures = {"cold_pair_rounds": COLD_PAIR_ROUNDS, "cold_pair_rounds_failed": failed}
     return figures, {"cold_pair_rounds_failed == 0": failed == 0}
 
@@ -345,8 +179,8 @@ async def prove_cancels(directory: Path, _rng: random.Random, say: Say) -> Figur
     begun_though_left: list[str] = []
     async with ScriptedServer() as server:
         engine = "type: openai_http, max_num_seqs: 4, max_context_len: 4096"
-        services = _service("scripted", server.url, engine, strategy="max_wait_s: 110")
-        async with _pool(directory, services, "cpu:1GiB") as pool, _client(pool) as client:
+        services = service("scripted", server.url, engine, strategy="max_wait_s: 110")
+        async with running_pool(directory, services, "cpu:1GiB") as pool, client_of(pool) as client:
 
             async def leave(tag: str, *, stream: bool, leave_s: float = 0.4, chunks: int = 0, **script: Any) -> None:
                 body = {
@@ -378,14 +212,14 @@ async def prove_cancels(directory: Path, _rng: random.Random, say: Say) -> Figur
                 async def noticed() -> bool:
                     return tag in server.left_s
 
-                if await _until(noticed, 10):
+                if await until(noticed, 10):
                     took_s.append(server.left_s[tag] - (left_s[0] if left_s else begun_s + leave_s))
                 else:
                     unseen.append(tag)
 
             say("cancels: waking")
             others = [
-                asyncio.create_task(_ask(client, "scripted", "go", 3, stream=True, carpool_script={"tokens": 3}))
+                asyncio.create_task(ask(client, "scripted", "go", 3, stream=True, carpool_script={"tokens": 3}))
                 for _ in range(4)
             ]
             await leave("waking", stream=True, leave_s=0.01)
@@ -402,7 +236,7 @@ async def prove_cancels(directory: Path, _rng: random.Random, say: Say) -> Figur
             await asyncio.sleep(0.7)
             await asyncio.gather(*(leave(f"queued-{number}", stream=number % 2 == 0) for number in range(rounds)))
             await asyncio.gather(*holders)
-            last = await _ask(client, "scripted", "go", 2, stream=True, carpool_script={"tokens": 2})
+            last = await ask(client, "scripted", "go", 2, stream=True, carpool_script={"tokens": 2})
             if not last.whole:
                 unseen.append("the request after the cancelled ones was not answered")
             begun_though_left = [tag for tag in sorted(server.begun_s) if tag.startswith(("queued", "waking"))]
@@ -428,12 +262,12 @@ async def prove_kill9(directory: Path, _rng: random.Random, say: Say) -> Figures
     """kill -9 of the replica before the first token loses no request."""
     import psutil
 
-    services = _simulated("victim", load_s=0.5, baseline_gb=0.5, slots=16)
-    async with _pool(directory, services, "cpu:1GiB") as pool, _client(pool) as client:
-        first = await _ask(client, "victim", "go", 2, stream=True)
+    services = simulated("victim", load_s=0.5, baseline_gb=0.5, slots=16)
+    async with running_pool(directory, services, "cpu:1GiB") as pool, client_of(pool) as client:
+        first = await ask(client, "victim", "go", 2, stream=True)
         say(f"kill9: warm ({first.finish_reason or first.error})")
         asks = [
-            asyncio.create_task(_ask(client, "victim", "go", 5, stream=number % 2 == 0, carpool_sim={"first_token_s": 2.0}))
+            asyncio.create_task(ask(client, "victim", "go", 5, stream=number % 2 == 0, carpool_sim={"first_token_s": 2.0}))
             for number in range(KILL_REQUESTS)
         ]
         await asyncio.sleep(0.8)
@@ -462,7 +296,7 @@ async def prove_kill9(directory: Path, _rng: random.Random, say: Say) -> Figures
     return figures, held
 
 
-ORACLES: tuple[Callable[[Path, random.Random, Say], Awaitable[Figures]], ...] = (
+ORACLES: tuple[Oracle, ...] = (
     prove_one_wake,
     prove_cold_pairs,
     prove_grouping,
