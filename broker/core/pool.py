@@ -10,176 +10,31 @@ close to each other. While the bus, or this process, is paused nobody falls sile
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field
 
 import msgspec
 
+from broker.core.members import COMING as COMING
+from broker.core.members import Changes as Changes
+from broker.core.members import Demand as Demand
+from broker.core.members import Device as Device
+from broker.core.members import Flow as Flow
+from broker.core.members import Presence as Presence
+from broker.core.members import Replica as Replica
+from broker.core.members import Worker as Worker
+from broker.core.rooms import Reservation as Reservation
+from broker.core.rooms import Room as Room
+from broker.core.rooms import rooms_of
 from broker.core.scheduler_events import SchedulerSettings
 from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId, base_name
 from subjects.messages import (
-    DeviceReport,
     IngressTelemetry,
     Lane,
-    ModelDemand,
     ReplicaReport,
     ReplicaState,
     SlaClass,
     WorkerSnapshot,
 )
-
-COMING = frozenset({ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING})
-"""States on the way to ready: busy by definition, never evicted."""
-
-
-class Presence(Enum):
-    """A verdict on a worker."""
-
-    LIVE = "live"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-
-
-@dataclass(slots=True)
-class Worker:
-    """A worker agent as we know it. ``last_heard`` is in heard seconds."""
-
-    worker: WorkerId
-    last_heard: float
-    presence: Presence = Presence.LIVE
-    snapshot: WorkerSnapshot | None = None
-    died_s: float = 0.0
-    closed: bool = False
-    """Drained by a person."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether new work may go there."""
-        return self.reachable and not self.closed
-
-    @property
-    def reachable(self) -> bool:
-        """Whether it takes commands at all."""
-        return self.presence is Presence.LIVE and self.snapshot is not None and not self.snapshot.draining
-
-
-@dataclass(slots=True)
-class Replica:
-    """A replica as last reported. ``dead``: declared dead although its agent may still list it."""
-
-    worker: WorkerId
-    report: ReplicaReport
-    reported_s: float
-    ready_s: float | None = None
-    """Since when it is ready."""
-    dead: bool = False
-
-    @property
-    def replica(self) -> ReplicaId:
-        return self.report.replica
-
-    @property
-    def devices(self) -> tuple[DeviceId, ...]:
-        """All that it spans, the leading one first."""
-        return (self.report.device, *self.report.peers)
-
-    @property
-    def last_used_s(self) -> float:
-        """When its agent last saw it hold a request."""
-        return self.reported_s if self.report.running else self.reported_s - self.report.idle_s
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """A device of a worker."""
-
-    worker: Worker
-    report: DeviceReport
-
-    @property
-    def key(self) -> tuple[WorkerId, DeviceId]:
-        return (self.worker.worker, self.report.device)
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """Demand for one model over all gateways, now."""
-
-    waiting: int = 0
-    running: int = 0
-    oldest_wait_s: float = 0.0
-    queues: frozenset[tuple[SlaClass, Lane]] = frozenset()
-    """Where tickets wait."""
-    waiting_input_tokens: int = 0
-
-    @property
-    def any(self) -> bool:
-        return self.waiting + self.running > 0
-
-
-@dataclass(slots=True)
-class Flow:
-    """What arrived and ended over all gateways since somebody last took it, by length class where it arrived."""
-
-    requests: list[int] = field(default_factory=lambda: [0, 0, 0])
-    input_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
-    output_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
-    finished: int = 0
-    within_slo: int = 0
-
-    def add(self, row: ModelDemand) -> None:
-        """One gateway's counts of one model, class and lane."""
-        self.finished += row.finished
-        self.within_slo += row.within_slo
-        if row.arrived:
-            for index in range(3):
-                self.requests[index] += row.arrived_lengths[index]
-                self.input_tokens[index] += row.arrived_input_tokens[index]
-                self.output_tokens[index] += row.arrived_output_tokens[index]
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Room promised to a replica that is not listed yet; ``sent`` once its load command went out.
-
-    One with ``until_s`` has outlived its transaction: the agent may hold that room, and its next report will tell.
-    """
-
-    worker: WorkerId
-    devices: tuple[DeviceId, ...]
-    """All that it will span, the leading one first."""
-    replica_name: str
-    model_hash: ModelHash
-    budget_bytes: int
-    """On each device."""
-    sent: bool = False
-    until_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The arithmetic of one device at one moment."""
-
-    replicas: tuple[Replica, ...]
-    """All that is listed there, in order of id."""
-    promised: tuple[Reservation, ...]
-    """Room that is promised and not yet taken."""
-    charged_bytes: int
-    """What replicas take now, with load commands that went out and what the agent holds back besides."""
-    free_now_bytes: int
-    """Room for a load that starts this instant."""
-    block_now_bytes: int
-    """Of ``free_now_bytes``: the largest block."""
-    free_planned_bytes: int
-    """Room once all running transactions have ended as planned: who leaves is gone, who was promised room has it."""
-    largest_free_bytes: int
-    """Of ``free_planned_bytes``: the largest block that one replica can surely get."""
-    loads_running: int
-    """Loads under way: they are serial."""
-    loads_coming: int
-    """Loads under way or promised."""
-    models: tuple[ModelHash, ...]
-    """Models listed or promised there."""
 
 
 @dataclass(slots=True)
@@ -188,19 +43,6 @@ class _Ingress:
     reported_s: float
     sequence: int
     demand: dict[ModelHash, Demand] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a report or verdict changed, for whoever must act on it."""
-
-    appeared: tuple[Replica, ...] = ()
-    changed: tuple[Replica, ...] = ()
-    vanished: tuple[Replica, ...] = ()
-
-    @property
-    def any(self) -> bool:
-        return bool(self.appeared or self.changed or self.vanished)
 
 
 class Pool:
@@ -223,10 +65,14 @@ class Pool:
         self._named: dict[tuple[WorkerId, str], ReplicaId] = {}
         self._reserved_at: dict[WorkerId, dict[str, None]] = {}
         self._resized: dict[ReplicaId, tuple[int, int]] = {}
+        self._device_of: dict[WorkerId, dict[DeviceId, Device]] = {}
+        # What follows only remembers what was computed; whatever changes a worker or a model forgets its part.
         self._rooms: dict[WorkerId, dict[DeviceId, Room]] = {}
         self._devices: dict[bool, list[Device]] = {}
+        self._serving: dict[ModelHash, tuple[list[Replica], int]] = {}
         self._promised_to: dict[ModelHash, int] | None = None
-        # The three above only remember what was computed; whatever changes a worker forgets its part.
+        self._demand: tuple[float, dict[ModelHash, Demand]] | None = None
+        self._in_order: list[Replica] | None = None
         self.dead: dict[ReplicaId, None] = {}
         """Declared dead, oldest first; bounded."""
         self.reservations: dict[str, Reservation] = {}
@@ -237,6 +83,10 @@ class Pool:
         self.mass_silence = False
         self.news = 0
         """Grows whenever something changes that others should hear of."""
+        self.layout = 0
+        """Grows whenever there are other devices, or others of them take new work."""
+        self.room_changes = 0
+        """Grows whenever the room of some device may have become another."""
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
@@ -270,7 +120,12 @@ class Pool:
         if worker.presence is not presence:
             worker.presence = presence
             self.news += 1
-            self._devices.clear()
+            self._new_layout()
+            self._serving.clear()
+
+    def _new_layout(self) -> None:
+        self.layout += 1
+        self._devices.clear()
 
     def close(self, name: str, closed: bool, device: DeviceId | None = None, *, bound_s: float | None = None) -> None:
         """A person drains the workers of this name (without incarnation), those to come included, or one device of them; or
@@ -283,7 +138,7 @@ class Pool:
             if device is None and base_name(worker.worker) == name:
                 worker.closed = closed
         self.news += 1
-        self._devices.clear()
+        self._new_layout()
 
     def lock_device(self, name: str, device: DeviceId, locked: bool) -> None:
         """A person's word: nothing comes to or goes from this device of the workers of that name by itself."""
@@ -292,7 +147,7 @@ class Pool:
         else:
             self._locked_devices.pop((name, device), None)
         self.news += 1
-        self._devices.clear()
+        self._new_layout()
 
     def lock_replica(self, replica: ReplicaId, locked: bool) -> None:
         """A person's word: nothing automatic stops or changes this replica."""
@@ -321,47 +176,87 @@ class Pool:
 
     def replica_locked(self, replica: Replica) -> bool:
         """Whether a person locked a replica, or a device that it is on."""
-        report = replica.report
+        if not self._locked_replicas and not self._locked_devices:
+            return False
         return replica.replica in self._locked_replicas or any(
-            self.device_locked(replica.worker, device) for device in (report.device, *report.peers)
+            self.device_locked(replica.worker, device) for device in replica.devices
         )
 
     def _touch(self, worker: WorkerId) -> None:
         self._rooms.pop(worker, None)
-        self._promised_to = None
+        self.room_changes += 1
+
+    def _touch_replica(self, replica: Replica) -> None:
+        """What it takes, or whether it serves, may be another now."""
+        self._touch(replica.worker)
+        self._serving.pop(replica.report.model_hash, None)
 
     def report(self, now_s: float, snapshot: WorkerSnapshot) -> Changes:
         """Takes an agent's whole state; one older than what we have is only a sign of life."""
         self.beat(snapshot.worker, snapshot.epoch_seen)
         worker = self.workers[snapshot.worker]
-        if worker.snapshot is not None and snapshot.sequence <= worker.snapshot.sequence:
+        before = worker.snapshot
+        if before is not None and snapshot.sequence <= before.sequence:
             return Changes()
         worker.snapshot = snapshot
-        self._devices.clear()
-        self._touch(snapshot.worker)
-        reports = [_queued_as_coming(report) for report in snapshot.replicas]
-        listed = {report.replica for report in reports}
-        vanished = [replica for replica in self.replicas_of(snapshot.worker) if replica.replica not in listed]
+        self._take_devices(worker, before, snapshot)
+        if before is not None and before.draining is not snapshot.draining:
+            self._serving.clear()
+        listed = {report.replica for report in snapshot.replicas}
+        vanished = [replica for replica in self.replicas_of(snapshot.worker) if replica.report.replica not in listed]
         for replica in vanished:
             self.ended(replica.replica)
         appeared: list[Replica] = []
         changed: list[Replica] = []
-        for report in reports:
+        for report in snapshot.replicas:
             if report.replica in self._ended:
                 continue
-            old = self.replicas.get(report.replica)
-            ready_s = None
-            if report.state is ReplicaState.READY:
-                ready_s = old.ready_s if old is not None and old.ready_s is not None else now_s - report.state_s
-            replica = Replica(snapshot.worker, report, now_s, ready_s, report.replica in self.dead)
-            self._put(replica)
-            if old is None:
-                appeared.append(replica)
-            elif old.report.state is not report.state:
-                changed.append(replica)
-        changes = Changes(tuple(appeared), tuple(changed), tuple(vanished))
-        self.news += changes.any
-        return changes
+            if report.state is ReplicaState.ABSENT:
+                report = _queued_as_coming(report)
+            known = self.replicas.get(report.replica)
+            if known is None or known.worker != snapshot.worker or _elsewhere(known.report, report):
+                replica = self._list(now_s, snapshot.worker, report, known)
+                if known is None:
+                    appeared.append(replica)
+                elif known.report.state is not report.state:
+                    changed.append(replica)
+                continue
+            old = known.report
+            known.report = report
+            known.reported_s = now_s
+            moved = old.state is not report.state
+            if moved or old.budget_bytes != report.budget_bytes:
+                self._touch_replica(known)
+            if moved:
+                changed.append(known)
+                known.ready_s = None
+            if report.state is ReplicaState.READY and known.ready_s is None:
+                known.ready_s = now_s - report.state_s
+        if not (appeared or changed or vanished):
+            return _NO_CHANGES
+        self.news += 1
+        return Changes(tuple(appeared), tuple(changed), tuple(vanished))
+
+    def _take_devices(self, worker: Worker, before: WorkerSnapshot | None, snapshot: WorkerSnapshot) -> None:
+        known = self._device_of.get(snapshot.worker, {})
+        same = before is not None and before.draining is snapshot.draining and before.engines == snapshot.engines
+        if not same or len(known) != len(snapshot.devices) or any(d.device not in known for d in snapshot.devices):
+            known = {d.device: Device(worker, d, (snapshot.worker, d.device)) for d in snapshot.devices}
+            self._device_of[snapshot.worker] = known
+            self._new_layout()
+            self._touch(snapshot.worker)
+            return
+        touched = len(before.replicas) != len(snapshot.replicas) if before is not None else True
+        for report in snapshot.devices:
+            device = known[report.device]
+            old, device.report = device.report, report
+            if (old.memory_bytes, old.link, old.device_type) != (report.memory_bytes, report.link, report.device_type):
+                self._new_layout()
+                touched = True
+            elif (old.reserved_bytes, old.contiguous_free_bytes) != (report.reserved_bytes, report.contiguous_free_bytes):
+                touched = True
+        if touched:
+            self._touch(snapshot.worker)
 
     def ended(self, replica: ReplicaId) -> Replica | None:
         """The replica's process is gone; older reports cannot bring it back."""
@@ -381,6 +276,7 @@ class Pool:
         """Promises room, or says more of a promise."""
         self.reservations[reservation.replica_name] = reservation
         self._reserved_at.setdefault(reservation.worker, {})[reservation.replica_name] = None
+        self._promised_to = None
         self._touch(reservation.worker)
 
     def release(self, replica_name: str) -> Reservation | None:
@@ -388,6 +284,7 @@ class Pool:
         held = self.reservations.pop(replica_name, None)
         if held is not None:
             self._reserved_at[held.worker].pop(replica_name, None)
+            self._promised_to = None
             self._touch(held.worker)
         return held
 
@@ -402,7 +299,7 @@ class Pool:
         known = self.replicas.get(replica)
         if known is not None:
             known.report = msgspec.structs.replace(known.report, budget_bytes=budget_bytes, kv_bytes=kv_bytes)
-            self._touch(known.worker)
+            self._touch_replica(known)
 
     def resized(self, replica: ReplicaId) -> None:
         """It is as its agent says again."""
@@ -413,7 +310,7 @@ class Pool:
         """A transaction is about to end a replica."""
         self.leaving.add(replica)
         self.news += 1
-        self._touch(self.replicas[replica].worker)
+        self._touch_replica(self.replicas[replica])
 
     def forget_plans(self, replicas: Iterable[ReplicaId]) -> None:
         """Transactions about these replicas are over."""
@@ -421,7 +318,7 @@ class Pool:
             self.leaving.discard(replica)
             self.news += 1
             if replica in self.replicas:
-                self._touch(self.replicas[replica].worker)
+                self._touch_replica(self.replicas[replica])
 
     def forget_all_plans(self) -> None:
         """No transaction runs any more."""
@@ -430,7 +327,9 @@ class Pool:
         self._resized.clear()
         self.leaving.clear()
         self._rooms.clear()
+        self._serving.clear()
         self._promised_to = None
+        self.room_changes += 1
         self.news += 1
 
     def load_failed(self, replica: ReplicaId, failure: str) -> None:
@@ -439,18 +338,22 @@ class Pool:
         if known is not None:
             known.report = msgspec.structs.replace(known.report, state=ReplicaState.FAILED, budget_bytes=0, failure=failure)
             self.news += 1
-            self._touch(known.worker)
+            self._touch_replica(known)
 
-    def _put(self, replica: Replica) -> None:
-        known = self.replicas.get(replica.replica)
+    def _list(self, now_s: float, worker: WorkerId, report: ReplicaReport, known: Replica | None) -> Replica:
         if known is not None:
             self._unlist(known)  # An agent that says something else of it now must leave no trace of before.
-        self.replicas[replica.replica] = replica
-        self._of_model.setdefault(replica.report.model_hash, {})[replica.replica] = None
-        self._of_worker.setdefault(replica.worker, {})[replica.replica] = None
-        self._named[(replica.worker, base_name(replica.replica))] = replica.replica
-        self._touch(replica.worker)
-        self._settle_reservation(replica.replica)
+        ready_s = now_s - report.state_s if report.state is ReplicaState.READY else None
+        replica = Replica(worker, report, now_s, ready_s, report.replica in self.dead)
+        self.replicas[report.replica] = replica
+        self._of_model.setdefault(report.model_hash, {})[report.replica] = None
+        self._of_worker.setdefault(worker, {})[report.replica] = None
+        self._named[(worker, base_name(report.replica))] = report.replica
+        self._in_order = None
+        self._promised_to = None
+        self._touch_replica(replica)
+        self._settle_reservation(report.replica)
+        return replica
 
     def _pop(self, replica: ReplicaId) -> Replica | None:
         known = self.replicas.pop(replica, None)
@@ -463,7 +366,9 @@ class Pool:
         self._of_model[replica.report.model_hash].pop(replica.replica)
         self._of_worker[replica.worker].pop(replica.replica)
         self._named.pop((replica.worker, base_name(replica.replica)), None)
-        self._touch(replica.worker)
+        self._in_order = None
+        self._promised_to = None
+        self._touch_replica(replica)
 
     def declare_dead(self, replica: ReplicaId) -> None:
         """For ever: an incarnation is never reused."""
@@ -473,7 +378,7 @@ class Pool:
         self.news += 1
         if replica in self.replicas:
             self.replicas[replica].dead = True
-            self._touch(self.replicas[replica].worker)
+            self._touch_replica(self.replicas[replica])
 
     def judge(self, now_s: float) -> tuple[Worker, ...]:
         """Gives verdicts on silence and returns the workers that have just been declared dead."""
@@ -502,7 +407,8 @@ class Pool:
                 for replica in self.replicas_of(worker.worker):
                     self._pop(replica.replica)
                 del self.workers[worker.worker]
-                self._devices.clear()
+                self._device_of.pop(worker.worker, None)
+                self._new_layout()
         for name, held in list(self.reservations.items()):
             over = held.until_s is not None and now_s >= held.until_s
             if over or held.worker not in self.workers or self.workers[held.worker].presence is Presence.DEAD:
@@ -510,6 +416,7 @@ class Pool:
         for ingress, seen in list(self._ingresses.items()):
             if self._heard_s - seen.last_heard >= settings.ingress_silent_s:
                 del self._ingresses[ingress]
+                self._demand = None
         return tuple(died)
 
     def ingress(self, now_s: float, telemetry: IngressTelemetry) -> list[ModelHash]:
@@ -527,6 +434,7 @@ class Pool:
             there = demand.get(row.model_hash)
             demand[row.model_hash] = here if there is None else _sum(there, here)
         self._ingresses[telemetry.ingress] = _Ingress(self._heard_s, now_s, telemetry.sequence, demand)
+        self._demand = None
         before = old.demand if old is not None else {}
         return [model for model, d in demand.items() if d.waiting and not before.get(model, _NO_DEMAND).waiting]
 
@@ -539,15 +447,24 @@ class Pool:
 
     def demand(self, now_s: float) -> dict[ModelHash, Demand]:
         """Demand by model over all gateways. A wait has grown since it was reported."""
+        if self._demand is not None and self._demand[0] == now_s:
+            return self._demand[1]
         total: dict[ModelHash, Demand] = {}
         for seen in self._ingresses.values():
+            age_s = now_s - seen.reported_s
             for model, demand in seen.demand.items():
-                age_s = now_s - seen.reported_s
-                if demand.waiting:
-                    demand = replace(demand, oldest_wait_s=demand.oldest_wait_s + age_s)
                 known = total.get(model)
+                if demand.waiting:
+                    demand = _aged(demand, age_s)
                 total[model] = demand if known is None else _sum(known, demand)
+        self._demand = (now_s, total)
         return total
+
+    def replicas_in_order(self) -> list[Replica]:
+        """All that is listed, in order of id."""
+        if self._in_order is None:
+            self._in_order = sorted(self.replicas.values(), key=lambda replica: replica.report.replica)
+        return self._in_order
 
     def replicas_of(self, worker: WorkerId) -> list[Replica]:
         """All that is listed of a worker."""
@@ -559,30 +476,29 @@ class Pool:
 
     def open_replicas(self, model: ModelHash) -> list[Replica]:
         """Ready, staying and not dead: those that serve."""
-        return [
-            replica
-            for replica in self.replicas_for(model)
-            if replica.report.state is ReplicaState.READY
-            and not replica.dead
-            and replica.replica not in self.leaving
-            and not self.worker_leaves(replica.worker)
-        ]
+        return self._served_by(model)[0]
 
     def coming_replicas(self, model: ModelHash) -> int:
         """On their way to ready: listed ones, and promised ones that are not listed yet."""
-        listed = [
-            replica
-            for replica in self.replicas_for(model)
-            if replica.report.state in COMING
-            and not replica.dead
-            and replica.replica not in self.leaving
-            and not self.worker_leaves(replica.worker)
-        ]
         if self._promised_to is None:
             self._promised_to = {}
-            for held in self._unlisted(self.reservations.values()):
+            for held in self.unlisted_reservations():
                 self._promised_to[held.model_hash] = self._promised_to.get(held.model_hash, 0) + 1
-        return len(listed) + self._promised_to.get(model, 0)
+        return self._served_by(model)[1] + self._promised_to.get(model, 0)
+
+    def _served_by(self, model: ModelHash) -> tuple[list[Replica], int]:
+        """The replicas that serve a model, and how many that are listed are on their way."""
+        known = self._serving.get(model)
+        if known is None:
+            staying = [
+                replica
+                for replica in self.replicas_for(model)
+                if not replica.dead and replica.replica not in self.leaving and not self.worker_leaves(replica.worker)
+            ]
+            ready = [replica for replica in staying if replica.report.state is ReplicaState.READY]
+            coming = sum(replica.report.state in COMING for replica in staying)
+            known = self._serving[model] = (ready, coming)
+        return known
 
     def worker_leaves(self, worker: WorkerId) -> bool:
         """Whether a worker is dead or shuts down: what it has counts for nothing any more."""
@@ -592,19 +508,14 @@ class Pool:
     def devices(self, *, usable: bool) -> list[Device]:
         """All known devices in order of worker and device id; ``usable`` leaves only those that may take new work."""
         known = self._devices.get(usable)
-        if known is not None:
-            return known
-        found = [
-            Device(worker, report)
-            for worker in self.workers.values()
-            if worker.snapshot is not None and (worker.usable or not usable)
-            for report in worker.snapshot.devices
-            if not usable
-            or not (self.is_closed(worker.worker, report.device) or self.device_locked(worker.worker, report.device))
-        ]
-        found.sort(key=lambda device: device.key)
-        self._devices[usable] = found
-        return found
+        if known is None:
+            known = self._devices[usable] = [
+                device
+                for worker in sorted(self._device_of)
+                for device in sorted(self._device_of[worker].values(), key=lambda device: device.key)
+                if not usable or self.usable(device)
+            ]
+        return known
 
     def usable(self, device: Device) -> bool:
         """Whether new work may go to a device: its worker is well, and no person closed or locked it."""
@@ -615,10 +526,8 @@ class Pool:
 
     def device(self, worker: WorkerId, device: DeviceId) -> Device | None:
         """One device, if it is known."""
-        known = self.workers.get(worker)
-        if known is None or known.snapshot is None:
-            return None
-        return next((Device(known, report) for report in known.snapshot.devices if report.device == device), None)
+        known = self._device_of.get(worker)
+        return known.get(device) if known is not None else None
 
     def replica_named(self, worker: WorkerId, replica_name: str) -> Replica | None:
         """The listed replica that a load command named."""
@@ -629,75 +538,19 @@ class Pool:
 
     def room(self, device: Device) -> Room:
         """The arithmetic of a device now."""
-        rooms = self._rooms.get(device.worker.worker)
+        worker = device.worker
+        rooms = self._rooms.get(worker.worker)
         if rooms is None:
-            rooms = self._rooms[device.worker.worker] = self._compute_rooms(device.worker)
+            assert worker.snapshot is not None, "a device is known by its worker's report"
+            reservations = (self.reservations[name] for name in self._reserved_at.get(worker.worker, ()))
+            rooms = self._rooms[worker.worker] = rooms_of(
+                worker.snapshot,
+                self.replicas_of(worker.worker),
+                self._unlisted(reservations),
+                self.leaving,
+                self._resized,
+            )
         return rooms[device.report.device]
-
-    def _compute_rooms(self, worker: Worker) -> dict[DeviceId, Room]:
-        snapshot = worker.snapshot
-        if snapshot is None:
-            return {}
-        listed: dict[DeviceId, list[Replica]] = {device.device: [] for device in snapshot.devices}
-        in_report = dict.fromkeys(listed, 0)
-        promised: dict[DeviceId, list[Reservation]] = {device.device: [] for device in snapshot.devices}
-        for replica in sorted(self.replicas_of(worker.worker), key=lambda r: r.replica):
-            for device in replica.devices:
-                if device in listed:
-                    listed[device].append(replica)
-        for report in snapshot.replicas:
-            for device in (report.device, *report.peers):
-                if device in listed:
-                    in_report[device] += report.budget_bytes
-        reservations = (self.reservations[name] for name in self._reserved_at.get(worker.worker, ()))
-        for reservation in self._unlisted(reservations):
-            for device in reservation.devices:
-                if device in listed:
-                    promised[device].append(reservation)
-        return {
-            report.device: self._room(report, listed[report.device], promised[report.device], in_report[report.device])
-            for report in snapshot.devices
-        }
-
-    def _room(self, report: DeviceReport, replicas: list[Replica], promised: list[Reservation], in_report: int) -> Room:
-        charged = max(0, report.reserved_bytes - in_report)
-        unsent = leaving = growth = 0
-        for replica in replicas:
-            budget = replica.report.budget_bytes
-            sure, planned = self._resized.get(replica.replica, (budget, budget))
-            charged += max(budget, sure)
-            if replica.replica in self.leaving:
-                leaving += max(budget, sure)
-            else:
-                growth += planned - max(budget, sure)
-        for reservation in promised:
-            if reservation.sent:
-                charged += reservation.budget_bytes
-            else:
-                unsent += reservation.budget_bytes
-        loads = sum(r.report.state in COMING and not r.dead for r in replicas) + sum(r.sent for r in promised)
-        free_now = report.memory_bytes - charged
-        free_planned = free_now - unsent + leaving - growth
-        block_now, largest = free_now, free_planned
-        if report.contiguous_free_bytes is not None and replicas:
-            # Nobody knows how freed blocks join with free ones: the largest of each is sure. An empty device is one block.
-            freed = [r.report.budget_bytes for r in replicas if r.replica in self.leaving]
-            if len(freed) < len(replicas):
-                run = report.contiguous_free_bytes - sum(r.budget_bytes for r in promised)
-                largest = min(free_planned, max([run, *freed]))
-            block_now = min(free_now, report.contiguous_free_bytes - sum(r.budget_bytes for r in promised if r.sent))
-        return Room(
-            replicas=tuple(replicas),
-            promised=tuple(promised),
-            charged_bytes=charged,
-            free_now_bytes=free_now,
-            block_now_bytes=block_now,
-            free_planned_bytes=free_planned,
-            largest_free_bytes=largest,
-            loads_running=loads,
-            loads_coming=loads + sum(not r.sent for r in promised),
-            models=tuple(r.report.model_hash for r in replicas) + tuple(r.model_hash for r in promised),
-        )
 
     def unlisted_reservations(self) -> list[Reservation]:
         """Promises to replicas that no agent lists yet."""
@@ -707,6 +560,7 @@ class Pool:
         return [r for r in reservations if self.replica_named(r.worker, r.replica_name) is None]
 
 
+_NO_CHANGES = Changes()
 _NO_DEMAND = Demand()
 _NOWHERE: frozenset[tuple[SlaClass, Lane]] = frozenset()
 
@@ -716,6 +570,15 @@ def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
     if report.state is not ReplicaState.ABSENT:
         return report
     return msgspec.structs.replace(report, state=ReplicaState.FETCHING)
+
+
+def _elsewhere(one: ReplicaReport, other: ReplicaReport) -> bool:
+    return one.device != other.device or one.model_hash != other.model_hash or one.peers != other.peers
+
+
+def _aged(demand: Demand, age_s: float) -> Demand:
+    oldest_s = demand.oldest_wait_s + age_s
+    return Demand(demand.waiting, demand.running, oldest_s, demand.queues, demand.waiting_input_tokens)
 
 
 def _sum(one: Demand, other: Demand) -> Demand:
