@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.simulator.options import RunOptions
-from ops.simulator.traces.columns import only
+from ops.simulator.traces.columns import only as only
 from ops.simulator.types import PoolSpec, SimModel, Trace, Window, Workload
 from ops.simulator.world import World
 from subjects.ids import ReplicaId
