@@ -115,6 +115,7 @@ class Series:
         "_bin_windows",
         "_bin_work",
         "_judged",
+        "_last",
         "_means",
         "_open_requests",
         "_open_work",
@@ -142,6 +143,7 @@ class Series:
         self._open_work = 0.0
         self._open_requests = 0
         self._means = [0.0] * len(_MEANS_S)
+        self._last = 0.0
         self._variance = 0.0
         self._requests = 0.0
         self._total = 0.0
@@ -190,6 +192,7 @@ class Series:
     def _close(self, work: float, requests: int, bin_offset_s: float) -> None:
         self.window += WINDOW_S
         self.windows += 1
+        self._last = work
         first = 1.0 / self.windows
         means = self._means
         deviation = work - means[2]
@@ -215,6 +218,7 @@ class Series:
         self.windows += count
         for place, share in enumerate(_SHARES):
             self._means[place] *= (1.0 - share) ** count
+        self._last = 0.0
         self._variance *= (1.0 - _SHARES[3]) ** count
         self._requests *= (1.0 - _SHARES[1]) ** count
         for _ in range(min(count, self._settings.burst_windows)):
@@ -275,7 +279,7 @@ class Series:
         ahead_s = _DAMPING_S * (1.0 - math.exp(-(middle_s + _MEANS_S[2]) / _DAMPING_S))
         trend = max(0.0, means[2] + slope * ahead_s)
         if end_s < _SEASON_HORIZON_S_MIN or not self.seasons.bins:
-            return [*means, trend, means[3], means[3], means[4]]
+            return [*means, trend, self._last, (means[0] + self._last) / 2, means[3]]
         base = means[4]
         now_s = self.window + bin_offset_s
         begin, end, now = int(now_s + begin_s) // BIN_S, int(now_s + end_s) // BIN_S, int(now_s) // BIN_S
