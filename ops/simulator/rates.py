@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SCALES: dict[str, dict[str, float]] = {
-    "five-lines": {"m-small": 0.043, "m-mid": 0.024, "mm-image": 1.0, "deepseek-r1": 0.119, "m-large": 0.0215},
+    "five-lines": {"m-small": 0.074, "m-mid": 0.0349, "mm-image": 1.12, "deepseek-r1": 0.0945, "m-large": 0.0215},
     "busy-few": {"m-small": 0.12, "m-mid": 0.10, "deepseek-r1": 0.9, "m-large": 0.17},
 }
 """By workload and ServeGen model: times the source's rates. Provisional."""
