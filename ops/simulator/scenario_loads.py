@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from ops.simulator.workloads import PULSE_AT_S, PULSE_QPS, PULSE_RISE_S, Steady,
 from subjects.messages import SlaClass
 
 INPUTS = (200, 600)
-OUTPUTS = (100, 300)
+OUTPUTS = (200, 600)
 LOADED = 0.65
 """Of what a replica carries, by which loads below are counted in replicas."""
 
@@ -163,13 +164,14 @@ def interference(alone_p95_s: float | None, outcome: Outcome, target: str) -> fl
 
 # ------------------------------------------------------------------------------------------------- a pulse of 47 seconds
 
-PULSE_47_AT_S = 240.0
+PULSE_47_AT_S = 600.0
 PULSE_47_S = 47.0
 TAIL_S = 1800.0
 
 
 def pulse_47s_workload(tail_s: float) -> Workload:
-    """Two replicas' worth of an 8B for ever, three times that for 47 s; beside it two steady models."""
+    """Two replicas' worth of an 8B for ever, three times that for 47 s; beside it two steady models. The dedicated split is
+    that of the calm, from which a per-model autoscaler starts too."""
     low = _rps("8B", 2)
     end_s = PULSE_47_AT_S + PULSE_47_S
     lines = (
@@ -177,13 +179,14 @@ def pulse_47s_workload(tail_s: float) -> Workload:
         Steady(sim_model("14B", "steady-a"), ((0.0, _rps("14B", 1)),), INPUTS, OUTPUTS),
         Steady(sim_model("3.8B", "steady-b"), ((0.0, _rps("3.8B", 1)),), INPUTS, OUTPUTS),
     )
-    static = {"pulsed": 6, "steady-a": 1, "steady-b": 1}
-    return steady_workload("pulse-47s", lines, Window(0.0, 120.0, end_s + tail_s), 8, static, LoadLadder())
+    static = {"pulsed": 2, "steady-a": 1, "steady-b": 1}
+    return steady_workload("pulse-47s", lines, Window(0.0, PULSE_47_AT_S - 120.0, end_s + tail_s), 8, static, LoadLadder())
 
 
-def pulse_47s(seed: int, processes: int, say: Say, tail_s: float = TAIL_S) -> Figures:
+def pulse_47s(
+    seed: int, processes: int, say: Say, tail_s: float = TAIL_S, policies: Sequence[str] = ("carpool", "hpa", "static")
+) -> Figures:
     """What a pulse costs under each: its requests within SLO, when capacity came, what was held in the half hour after."""
-    policies = ("carpool", "hpa", "static")
     say(f"a pulse of {PULSE_47_S:g} s under {', '.join(policies)}")
     parts = [Part(workload=pulse_47s_workload, arguments=(tail_s,), policy=policy, seed=seed) for policy in policies]
     figures: Figures = {"pulse_s": PULSE_47_S, "tail_s": tail_s}
@@ -191,7 +194,7 @@ def pulse_47s(seed: int, processes: int, say: Say, tail_s: float = TAIL_S) -> Fi
     for policy, outcome in zip(policies, run_parts(parts, processes), strict=True):
         held = np.array(outcome.series.gpus, np.float64)
         times = np.array(outcome.series.time_s)
-        before = held[(times >= 120.0) & (times < PULSE_47_AT_S)].mean()
+        before = held[(times >= PULSE_47_AT_S - 120.0) & (times < PULSE_47_AT_S)].mean()
         tail = held[times >= end_s].mean()
         figures |= {
             f"{policy}_within_slo_in_pulse": round(outcome.within_slo(outcome.among("pulsed", PULSE_47_AT_S, end_s)), 6),
@@ -222,9 +225,10 @@ def opposite_workload(seconds: float) -> Workload:
     return steady_workload("opposite", lines, window, 6, {"doubles": 2, "halves": 4}, LoadLadder())
 
 
-def opposite(seed: int, processes: int, say: Say, seconds: float = 300.0) -> Figures:
+def opposite(
+    seed: int, processes: int, say: Say, seconds: float = 300.0, policies: Sequence[str] = ("carpool", "hpa", "static")
+) -> Figures:
     """The pool is full on both sides of the move, so capacity has to change hands."""
-    policies = ("carpool", "hpa", "static")
     say(f"A doubles while B halves, under {', '.join(policies)}")
     parts = [Part(workload=opposite_workload, arguments=(seconds,), policy=policy, seed=seed) for policy in policies]
     figures: Figures = {}
@@ -260,9 +264,10 @@ def impatient_workload(seconds: float) -> Workload:
     return steady_workload("impatient", lines, window, 5, {"crowded": 4, "beside": 1}, LoadLadder())
 
 
-def impatient(seed: int, processes: int, say: Say, seconds: float = 240.0) -> Figures:
+def impatient(
+    seed: int, processes: int, say: Say, seconds: float = 240.0, policies: Sequence[str] = ("carpool", "static", "hpa")
+) -> Figures:
     """Retries multiply an overload; whether the pool recovers from it, and what is left of its work for others."""
-    policies = ("carpool", "static", "hpa")
     say(f"clients that come again, under {', '.join(policies)}")
     parts = [
         Part(
@@ -306,7 +311,7 @@ def fairness_workload(seconds: float) -> Workload:
     bursts = tuple(
         piece
         for begin_s in np.arange(120.0, 120.0 + seconds, 90.0).tolist()
-        for piece in ((begin_s + 30.0, 1.7 * rps), (begin_s + 60.0, rps))
+        for piece in ((begin_s + 30.0, 2.0 * rps), (begin_s + 60.0, rps))
     )
     line = Steady(sim_model("8B", "shared"), calm + bursts, INPUTS, OUTPUTS)
     made = steady_workload("fairness", (line,), Window(0.0, 120.0, 120.0 + seconds), 2, {"shared": 2}, LoadLadder())
