@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from ops.calibrate_cli import calibrate
 from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
 from ops.people_cli import drain, explain, lock, mode, unlock
 from ops.simulate_cli import simulate
@@ -416,6 +417,7 @@ def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
 
 
 main.add_command(simulate)
+main.add_command(calibrate)
 for command in (explain, lock, unlock, drain, mode):
     main.add_command(command)
 
