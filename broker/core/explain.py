@@ -30,6 +30,7 @@ from subjects.messages import (
 
 ACTIONS_MAX = 10
 TRANSACTIONS_MAX = 5
+_TRIMS = ("resize", "concurrency")
 
 
 class ReplicaExplained(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,11 +194,14 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
         lines.append("a person unloaded it, and nobody has asked for it since")
     if model.failures:
         lines.append(f"its last load failed: {model.failure}")
-    decided = next((entry for entry in actions if entry.reason), None)
-    if decided is not None:
-        outcome = decided.outcome or "under way"
-        lines.append(f"last decision: {decided.action} on {decided.device or 'no device'}: {decided.reason} ({outcome})")
-    elif not lines:
+    # What it has comes from loads and unloads; between them its replicas are trimmed often.
+    placed = next((entry for entry in actions if entry.action not in _TRIMS and entry.reason), None)
+    trimmed = next((entry for entry in actions if entry.action in _TRIMS and entry.reason), None)
+    for what, decided in (("last decision", placed), ("last trim", trimmed)):
+        if decided is not None:
+            outcome = decided.outcome or "under way"
+            lines.append(f"{what}: {decided.action} on {decided.device or 'no device'}: {decided.reason} ({outcome})")
+    if not lines:
         lines.append("nothing was decided about it yet")
     return lines
 
@@ -257,7 +261,8 @@ def _would_change(
         lines.append(_what_a_request_does(core, record))
     elif demand.waiting and len(serving) >= record.max_replicas:
         lines.append(f"a higher max_replicas: it has {len(serving)} of at most {record.max_replicas}")
-    if serving and not record.min_replicas and not catalogue.pinned(record) and not demand.any:
+    held = record.min_replicas or catalogue.pinned(record) or catalogue.locked(record.model_hash)
+    if serving and not held and not demand.any:
         lines.append("requests for models that lack room: it is idle, so it leaves before busy ones")
         if settings.idle_unload_s is not None:
             lines.append(f"{settings.idle_unload_s:g} s without a request: it is unloaded")
