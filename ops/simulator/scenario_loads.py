@@ -124,9 +124,9 @@ INTERFERENCE_MAX = 0.4
 def contention(seed: int, processes: int, say: Say) -> Figures:
     """Interference of source on target: p95 of the target beside it over p95 alone at the same load, less one, from 0 to 1.
 
-    Once per pair forced onto one GPU, and as a pool of two GPUs (three models, so some share one) and one of three places all.
-    Devices are shared by time slices without gain here, so whoever shares one with an engine that always runs takes twice as
-    long: within its SLO, but an interference of 1.
+    Once per pair forced onto one GPU, and as a pool of two GPUs (three models, so some share one) and one of three place
+    all. Devices are shared by time slices without gain here, so whoever shares one with an engine that always runs takes
+    twice as long: within its SLO, but an interference of 1.
     """
     names = tuple(model.name for model in workload("contention").models)
     alone = [Part(workload=contention_workload, arguments=((name,), 1), policy="carpool", seed=seed) for name in names]
