@@ -21,8 +21,9 @@ def within_slo(sla: Sla, ttft_s: float, latency_s: float, output_tokens: int) ->
 @dataclass(slots=True)
 class _Cell:
     """``waiting`` maps to the time since when, oldest first, because a request that waits again is put at the end. The lists
-    are of what arrived, by length class."""
+    are of what arrived, by length class; ``rank`` is the cell's place among all."""
 
+    rank: tuple[str, str, str, str]
     waiting: dict[RequestId, float] = field(default_factory=dict)
     waiting_input_tokens: int = 0
     running: int = 0
@@ -94,8 +95,8 @@ class DemandLedger:
     def take(self, now_s: float) -> tuple[ModelDemand, ...]:
         """The counts in order of key; what is counted since the last call starts again from zero."""
         rows: list[ModelDemand] = []
-        for key in sorted(self._cells, key=lambda k: (k[0], k[1].value, k[2].value, k[3])):
-            cell = self._cells.pop(key)
+        cells, self._cells = self._cells, {}
+        for key, cell in sorted(cells.items(), key=lambda item: item[1].rank):
             if cell.empty():
                 continue
             rows.append(
@@ -123,7 +124,10 @@ class DemandLedger:
             )
             if cell.waiting or cell.running:
                 self._cells[key] = _Cell(
-                    waiting=cell.waiting, waiting_input_tokens=cell.waiting_input_tokens, running=cell.running
+                    rank=cell.rank,
+                    waiting=cell.waiting,
+                    waiting_input_tokens=cell.waiting_input_tokens,
+                    running=cell.running,
                 )
         return tuple(rows)
 
@@ -133,7 +137,8 @@ class DemandLedger:
         key = (profile.model_hash, profile.sla_class, profile.lane, profile.business_id)
         cell = self._cells.get(key)
         if cell is None:
-            cell = self._cells[key] = _Cell()
+            rank = (profile.model_hash, profile.sla_class.value, profile.lane.value, profile.business_id)
+            cell = self._cells[key] = _Cell(rank)
         return cell
 
 

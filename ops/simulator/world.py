@@ -26,6 +26,8 @@ from subjects.messages import Endpoint, ModelRecord, RequestKind, RequestProfile
 from workers.core.pulling import room_for
 
 TENANT = Tenant("simulated")
+LOOKED_AT_MAX = 32
+"""Replicas of a model among which a request that arrives chooses."""
 LOOK_PAST_MAX = 32
 """Requests too large for a replica's whole KV that it looks past for one that fits."""
 
@@ -128,6 +130,7 @@ class World:
         self.when_drained: Callable[[SimReplica], None] = lambda replica: None
         """Called when a draining replica holds nothing any more."""
         self._numbers = 0
+        self._turn = 0
         self._heap: list[tuple[float, int, SimReplica | None, int, Callable[[], None] | None]] = []
         self._ties = 0
         self._next_arrival = 0
@@ -234,21 +237,17 @@ class World:
             self.when_starved(live.model)
 
     def _with_room(self, live: Live) -> SimReplica | None:
-        """Of the replicas that have room for it the one with the least load for its weight."""
-        best: SimReplica | None = None
-        best_load = inf
-        pages = live.pages_needed
-        most = live.input_tokens + live.output_tokens
-        for replica in self.serving[live.model]:
-            if replica.weight <= 0.0 or most > replica.kv_pages * BLOCK_TOKENS:
-                continue
-            backlog = replica.engine.backlog_tokens
-            needed = pages if pages < replica.kv_pages else replica.kv_pages
-            if room_for(replica.slots - replica.held, replica.kv_pages - replica.pages_taken, needed, backlog):
-                load = (replica.held + backlog / TOKENS_AS_REQUEST) / replica.weight
-                if load < best_load:
-                    best, best_load = replica, load
-        return best
+        """Who takes it, if anybody has room. Of very many replicas only some are looked at first, each time others: whoever
+        pulls does not know the load of all others either."""
+        serving = self.serving[live.model]
+        count = len(serving)
+        if count > LOOKED_AT_MAX:
+            place = self._turn = (self._turn + LOOKED_AT_MAX) % count
+            some = serving[place : place + LOOKED_AT_MAX] + serving[: max(0, place + LOOKED_AT_MAX - count)]
+            best = _least_loaded(some, live)
+            if best is not None:
+                return best
+        return _least_loaded(serving, live)
 
     def _give(self, live: Live, replica: SimReplica) -> None:
         needed = live.pages_needed = min(live.pages_needed, replica.kv_pages)
@@ -524,3 +523,22 @@ class World:
 
 TOKENS_AS_REQUEST = 256.0
 """So many tokens not yet prefilled weigh as much as one running request when a replica is chosen."""
+
+
+def _least_loaded(replicas: list[SimReplica], live: Live) -> SimReplica | None:
+    """Of those that have room for it the one with the least load for its weight; the first of equals."""
+    best: SimReplica | None = None
+    best_load = inf
+    pages = live.pages_needed
+    most = live.input_tokens + live.output_tokens
+    for replica in replicas:
+        kv_pages = replica.kv_pages
+        if replica.weight <= 0.0 or most > kv_pages * BLOCK_TOKENS:
+            continue
+        backlog = replica.engine.backlog_tokens
+        needed = pages if pages < kv_pages else kv_pages
+        if room_for(replica.slots - replica.held, kv_pages - replica.pages_taken, needed, backlog):
+            load = (replica.held + backlog / TOKENS_AS_REQUEST) / replica.weight
+            if load < best_load:
+                best, best_load = replica, load
+    return best
