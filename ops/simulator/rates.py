@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SCALES: dict[str, dict[str, float]] = {
-    "five-lines": {"m-small": 0.074, "m-mid": 0.0349, "mm-image": 1.12, "deepseek-r1": 0.0945, "m-large": 0.0215},
+    "five-lines": {"m-small": 0.074, "m-mid": 0.0349, "mm-image": 1.12, "deepseek-r1": 0.0945, "m-large": 0.0273},
     "busy-few": {"m-small": 0.12, "m-mid": 0.10, "deepseek-r1": 0.9, "m-large": 0.17},
 }
 """By workload and ServeGen model: times the source's rates. Provisional."""
@@ -13,7 +13,7 @@ STATIC: dict[str, dict[str, int]] = {
     "busy-few": {"m-small": 2, "m-mid": 14, "deepseek-r1": 6, "m-large": 6},
     "burst": {"code": 4, "conv": 4},
     "burst-slo": {"code": 12, "conv": 4},
-    "pulse": {"pulsed": 8, "steady-a": 3, "steady-b": 3},
+    "pulse": {"pulsed": 6, "steady-a": 2, "steady-b": 2},
     "contention": {"small": 1, "middle": 1, "large": 1},
 }
 """Replicas of the smallest dedicated split, by workload and model. Provisional."""
