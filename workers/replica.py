@@ -459,11 +459,12 @@ class Replica:
         if self._spec.replica in digest.dead:
             self._do(ExitReplica())
             return
-        pool = PoolChanged(weights={})
+        closed = any(one.replica == self._spec.replica and one.weight <= 0.0 for one in digest.replicas)
+        pool = PoolChanged(weights={}, closed=closed)
         for model in digest.models:
             if model.model_hash == self._spec.record.model_hash:
                 weights = {kind: model.class_weights[kind.value] for kind in SlaClass if kind.value in model.class_weights}
-                pool = PoolChanged(weights=weights, waiting=model.waiting_queues)
+                pool = PoolChanged(weights=weights, waiting=model.waiting_queues, closed=closed)
         if pool != self._pool:
             self._pool = pool
             self._feed(pool)

@@ -397,6 +397,18 @@ def test_the_bound_of_a_drain_gives_the_rest_back() -> None:
     assert replica.pull(ticket(request=RequestId("gw-2"))) == []
 
 
+def test_a_replica_of_no_weight_takes_nothing_new_and_keeps_what_it_has() -> None:
+    """Until it has a weight again: so the coordinator can take back a step that is cheaper than a drain (SCH-4)."""
+    replica = in_phase(G)
+    replica(e.PoolChanged(weights={}, closed=True))
+    for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
+        if queue.outstanding:
+            assert replica.all(e.PullExpired(sla_class, lane, queue.outstanding)) == []
+    assert replica(OFFERED) == ["3: busy"] and replica.core._planner.outstanding == 0
+    assert replica.held((1, (0,))) == ["frames "]
+    assert any(line.startswith("pull") for line in replica.all(e.PoolChanged(weights={}), after_s=1.0))
+
+
 def test_a_replica_that_woke_serves_again() -> None:
     """After a drain and a sleep."""
     replica = Replica()

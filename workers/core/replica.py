@@ -105,6 +105,7 @@ class ReplicaCore:
         self._kv_pages = 0
         self._draining = False
         self._drained = False
+        self._closed = False
         self._drain_deadline_s = inf
         self._round_trip_s = -inf
         self._silence_counts_from_s = -inf
@@ -161,6 +162,7 @@ class ReplicaCore:
                 self._take_back(now_s, event.back, out)
             case PoolChanged():
                 self._planner.set_pool(event.weights, event.waiting)
+                self._closed = event.closed
             case ConcurrencySet():
                 self._slots = event.slots
             case KvResized():
@@ -208,7 +210,7 @@ class ReplicaCore:
             active += 1
             free_pages -= held.pages
         self._planner.write_off(now_s)
-        if self._serving and not self._draining:
+        if self._serving and not self._draining and not self._closed:
             out.extend(self._planner.plan(now_s, free_slots=self._slots - active, free_pages=free_pages))
         if self._draining and not self._drained and not self._requests and not self._planner.outstanding:
             self._drained = True
@@ -243,7 +245,7 @@ class ReplicaCore:
         key = (event.ticket.request, event.ticket.attempt)
         active = list(self._active())
         room = len(active) < self._slots and self._pages(event.ticket) <= self._kv_pages - sum(h.pages for h in active)
-        busy = not room or not self._serving or self._draining or key in self._requests or key in self._ended
+        busy = not room or not self._serving or self._draining or self._closed or key in self._requests or key in self._ended
         out.append(AnswerOffer(event.token, busy))
         if not busy:
             self._begin_claim(event.ticket, out)

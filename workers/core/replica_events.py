@@ -134,6 +134,8 @@ class PoolChanged:
 
     weights: Mapping[SlaClass, int]
     waiting: tuple[tuple[SlaClass, Lane], ...] | None = None
+    closed: bool = False
+    """Whether this replica's own routing weight is zero: it takes nothing new, and keeps what it has."""
 
 
 @dataclass(frozen=True, slots=True)
