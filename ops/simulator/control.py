@@ -35,8 +35,9 @@ from broker.core.scheduler_events import (
 )
 from ops.simulator.link import NodeLink
 from ops.simulator.metrics import Meter
+from ops.simulator.replicas import SimReplica
 from ops.simulator.types import BLOCK_TOKENS
-from ops.simulator.world import SimReplica, World
+from ops.simulator.world import World
 from subjects.ids import DeviceId, IngressId, OperationId, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     DeviceKind,

@@ -18,10 +18,11 @@ from broker.core.windows import Progress, TwuMeter
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions
 from ops.simulator.queueing import Live
+from ops.simulator.replicas import SimReplica
 from ops.simulator.traces.columns import merge, one_model
 from ops.simulator.traces.draws import poisson, stream
 from ops.simulator.types import DEVICE_BYTES, GB, SLOTS_MAX, PoolSpec, SimModel, Trace, Window, Workload
-from ops.simulator.world import SimReplica, World
+from ops.simulator.world import World
 from subjects.errors import ConfigError
 from subjects.ids import ReplicaId
 

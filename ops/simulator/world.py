@@ -18,6 +18,7 @@ from ops.simulator.device import SimDevice, began, ended, error_factors
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions
 from ops.simulator.queueing import CLASSES, Live, ModelQueue
+from ops.simulator.replicas import SimReplica, least_loaded
 from ops.simulator.types import BLOCK_TOKENS, DEVICE_TYPE, Trace, Workload
 from profiles.capacity import lane_of, pages_for
 from profiles.features import OutputLengths
@@ -30,52 +31,6 @@ LOOKED_AT_MAX = 32
 """Replicas of a model among which a request that arrives chooses."""
 LOOK_PAST_MAX = 32
 """Requests too large for a replica's whole KV that it looks past for one that fits."""
-
-
-class SimReplica:
-    """A replica: its engine, its place, and what was taken. ``held`` counts its requests."""
-
-    __slots__ = (
-        "devices",
-        "draining",
-        "engine",
-        "held",
-        "kv_bytes",
-        "kv_pages",
-        "last_used_s",
-        "model",
-        "number",
-        "pages_taken",
-        "pushed",
-        "ready",
-        "replica",
-        "slots",
-        "weight",
-        "working",
-    )
-
-    def __init__(
-        self, number: int, replica: ReplicaId, model: int, devices: tuple[SimDevice, ...], engine: Engine, kv_bytes: int
-    ) -> None:
-        self.number = number
-        self.replica = replica
-        self.model = model
-        self.devices = devices
-        self.engine = engine
-        self.kv_bytes = kv_bytes
-        self.kv_pages = engine.kv_pages
-        self.slots = engine.slots
-        self.held = 0
-        self.pages_taken = 0
-        """By what its requests were expected to need."""
-        self.weight = 1.0
-        self.ready = False
-        self.draining = False
-        self.working = False
-        """Whether its devices count it among the engines that have work."""
-        self.last_used_s = 0.0
-        self.pushed = -1
-        """Version of the engine's end that is in the heap."""
 
 
 class World:
@@ -244,10 +199,10 @@ class World:
         if count > LOOKED_AT_MAX:
             place = self._turn = (self._turn + LOOKED_AT_MAX) % count
             some = serving[place : place + LOOKED_AT_MAX] + serving[: max(0, place + LOOKED_AT_MAX - count)]
-            best = _least_loaded(some, live)
+            best = least_loaded(some, live)
             if best is not None:
                 return best
-        return _least_loaded(serving, live)
+        return least_loaded(serving, live)
 
     def _give(self, live: Live, replica: SimReplica) -> None:
         needed = live.pages_needed = min(live.pages_needed, replica.kv_pages)
@@ -519,26 +474,3 @@ class World:
     def device_type(self) -> str:
         """Of all its devices."""
         return self.workload.pool.device_type or DEVICE_TYPE
-
-
-TOKENS_AS_REQUEST = 256.0
-"""So many tokens not yet prefilled weigh as much as one running request when a replica is chosen."""
-
-
-def _least_loaded(replicas: list[SimReplica], live: Live) -> SimReplica | None:
-    """Of those that have room for it the one with the least load for its weight; the first of equals."""
-    best: SimReplica | None = None
-    best_load = inf
-    pages = live.pages_needed
-    most = live.input_tokens + live.output_tokens
-    for replica in replicas:
-        kv_pages = replica.kv_pages
-        if replica.weight <= 0.0 or most > kv_pages * BLOCK_TOKENS:
-            continue
-        backlog = replica.engine.backlog_tokens
-        needed = pages if pages < kv_pages else kv_pages
-        if room_for(replica.slots - replica.held, kv_pages - replica.pages_taken, needed, backlog):
-            load = (replica.held + backlog / TOKENS_AS_REQUEST) / replica.weight
-            if load < best_load:
-                best, best_load = replica, load
-    return best

@@ -14,6 +14,7 @@ from ops.simulator import control, queueing, world
 from ops.simulator.control import Control
 from ops.simulator.metrics import Meter, quantile, summarise
 from ops.simulator.options import Patience, RunOptions
+from ops.simulator.replicas import SimReplica
 from ops.simulator.run import Run, merge, run
 from ops.simulator.types import GB, LoadLadder, Window, Workload
 from ops.simulator.world import World
@@ -98,13 +99,13 @@ class Watched(World):
             assert used <= self.workload.pool.device_bytes
             self.fullest = max(self.fullest, used)
 
-    def spawn(self, *args: object) -> world.SimReplica:
+    def spawn(self, *args: object) -> SimReplica:
         """Then all budgets fit."""
         replica = super().spawn(*args)  # type: ignore[arg-type]
         self._check()
         return replica
 
-    def resize(self, replica: world.SimReplica, kv_bytes: int) -> None:
+    def resize(self, replica: SimReplica, kv_bytes: int) -> None:
         """Then all budgets fit."""
         super().resize(replica, kv_bytes)
         self._check()
