@@ -22,10 +22,12 @@ LATE_MAX = 0.05
 """Share of late requests at which the SLO is broken: its p95 is the target."""
 SAFETY = 0.8
 LOAD_FIRST = 0.25
-LOAD_MIN, LOAD_MAX = 0.02, 4.0
+LOAD_MIN, LOAD_MAX = 0.01, 4.0
 HALVINGS = 5
 SETTLE_S = 30
 MEASURED_S = 120
+QUICK_HALVINGS = 2
+QUICK_MEASURED_S = 30
 Say = Callable[[str], None]
 
 
@@ -131,8 +133,8 @@ def largest_kept(measure: Callable[[float], Measured], halvings: int = HALVINGS)
     return kept, broke
 
 
-def calibrate_simulated(sizes: Sequence[str], seed: int, rounds: int, say: Say) -> Thresholds:
-    """Both stages in the simulator, on one GPU of the kind that the fixed workloads use.
+def calibrate_simulated(sizes: Sequence[str], seed: int, rounds: int, say: Say, *, quick: bool = False) -> Thresholds:
+    """Both stages in the simulator, on one GPU of the kind that the fixed workloads use. ``quick``: a coarse look.
 
     Raises:
         ConfigError: an unknown size, or models that do not fit on one device together.
@@ -152,7 +154,8 @@ def calibrate_simulated(sizes: Sequence[str], seed: int, rounds: int, say: Say) 
     for name, lines, lengths in asked:
         found = []
         for number in range(rounds):
-            kept, broke = largest_kept(_measurement(lines, lengths, seed + number))
+            measure = _measurement(lines, lengths, seed + number, QUICK_MEASURED_S if quick else MEASURED_S)
+            kept, broke = largest_kept(measure, QUICK_HALVINGS if quick else HALVINGS)
             say(f"{name}, round {number + 1} of {rounds}: {kept.rps:.1f} requests/s kept, {broke.rps:.1f} broke the SLO")
             found.append((kept, broke))
         kept, broke = sorted(found, key=lambda pair: pair[0].twu_unscaled)[(rounds - 1) // 2]
@@ -162,11 +165,11 @@ def calibrate_simulated(sizes: Sequence[str], seed: int, rounds: int, say: Say) 
     return thresholds(stages, baseline, {line.model.name: line.weight for line in together}, "simulated")
 
 
-def _measurement(lines: Any, lengths: Sequence[float], seed: int) -> Callable[[float], Measured]:
+def _measurement(lines: Any, lengths: Sequence[float], seed: int, measured_s: int) -> Callable[[float], Measured]:
     from ops.simulator.probe import capacity_rps, ramp, watch
 
     whole = capacity_rps(lines, lengths)
-    seconds = float(SETTLE_S + MEASURED_S)
+    seconds = float(SETTLE_S + measured_s)
 
     def measure(factor: float) -> Measured:
         rps = factor * whole

@@ -15,6 +15,7 @@ from ops.cli_common import json_option, pool_name_option, run
 @click.option(
     "--rounds", default=3, show_default=True, type=click.IntRange(1, 9), help="In the simulator; the median counts."
 )
+@click.option("--quick", is_flag=True, help="In the simulator: coarse, in a few seconds.")
 @click.option("--seed", default=1, show_default=True, type=click.IntRange(min=0), help="All loads are drawn from it.")
 @click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(0.5, 120), help="Bound on a live run.")
 @click.option("--rps", default=0.5, show_default=True, type=click.FloatRange(0.01, 1000), help="First load of a live run.")
@@ -30,6 +31,7 @@ def calibrate(
     endpoint: str,
     models: tuple[str, ...],
     rounds: int,
+    quick: bool,
     seed: int,
     minutes: float,
     rps: float,
@@ -81,7 +83,7 @@ def calibrate(
         )
         found = run(calibrate_live(options, say))
     else:
-        found = calibrate_simulated(models or ("3.8B", "8B", "14B"), seed, rounds, say)
+        found = calibrate_simulated(models or ("3.8B", "8B", "14B"), seed, rounds, say, quick=quick)
     write(found, path)
     if as_json:
         click.echo(json.dumps(asdict(found) | {"file": str(path)}))
