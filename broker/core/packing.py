@@ -1,279 +1,302 @@
-"""Placement as an optimisation: which models get replicas on which devices (SCH-3).
+"""The search for a good layout, greedy and then local (SCH-3): whatever the size of the pool.
 
-A *layout* is a set of blocks; a block is one replica on its devices, all or nothing. Its worth is, in this order: the value of
-load that is not carried (Gold before Silver before Bronze), devices in use, loads to be made. What a block carries is what it
-would carry alone, times its share of its devices' time, less the standing share that its steps eat whatever their batch.
-
-:func:`plan` starts from what is there, gives to who lacks most, empties devices one at a time, and stops when nothing helps or
-its budget of trials is used up. ``exact`` solves the same problem to a proven gap for small pools.
+:func:`plan` starts from what is there, gives to who lacks most, empties devices one at a time, and stops when nothing helps
+or its budget of trials is used up. ``exact`` solves the same problem to a proven gap for small pools.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
 
-from broker.core.catalogue import DeviceKey
-from subjects.ids import ModelHash, ReplicaId
+from broker.core.layout import Block, Layout, Problem, Score
 
-SHARING_KEEPS = 0.97
-"""What is left of a device's speed when several replicas take turns on it."""
 GROUPS_MAX = 70
 """Groups of linked devices that are looked at for one replica that spans several."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """A device that blocks can be put on. Replicas that span devices need them in one ``group``."""
+class Plan:
+    """A layout that was found, and how."""
 
-    key: DeviceKey
-    group: str
-    kind: str
-    memory_bytes: int
-    residents_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What one model wants. Capacity is in units of one of its replicas alone on a device on which ``rates`` is 1."""
-
-    model: ModelHash
-    load: float
-    """Capacity wanted, standing shares not counted."""
-    bytes_min: int
-    """Of a replica on each of its devices, with the least KV that serves."""
-    rates: dict[str, float]
-    """By kind of device: what a replica alone there brings. It cannot live on other kinds."""
-    gpus: int = 1
-    standing: float = 0.0
-    """Of each replica, whatever it does."""
-    activity: float = 1.0
-    """How likely one of its replicas has work at a moment: so much it slows its neighbours."""
-    kv_bytes: float = 0.0
-    """KV wanted over all replicas, beyond what ``bytes_min`` holds."""
-    load_keep: float | None = None
-    """At least what the rest must carry before a device is given up; None: ``load``."""
-    value: float = 1.0
-    """Of all its load."""
-    replicas_min: int = 0
-    replicas_max: int = 1 << 30
-    co_locates: bool = True
-    tenant: str = ""
-    """Not empty: its devices hold only models of this tenant."""
-    load_s: float = 3.0
+    blocks: tuple[Block, ...]
+    """Those that exist carry their replica's name."""
+    score: Score
+    trials: int
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One replica. ``replica`` names one that exists; a new one has none."""
+def plan(problem: Problem, *, trials_max: int = 6000) -> Plan:
+    """A good layout, from what is there and from nothing, whichever ends better. The same problem gives the same plan.
 
-    need: int
-    sites: tuple[int, ...]
-    replica: ReplicaId | None = None
-    stays: bool = False
-    """It may not be taken away."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What things cost beside lost value. A model of value 1000 that lacks a thousandth of its load weighs a device."""
-
-    device: float = 1.0
-    load: float = 0.02
-    """For each second of a load."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Devices, wants and what is there now."""
-
-    sites: tuple[Site, ...]
-    needs: tuple[Need, ...]
-    placed: tuple[Block, ...] = ()
-    prices: Prices = field(default_factory=Prices)
-    shares_time: bool = True
-    """False: residents do not slow each other (devices with slices, or capacities that were measured side by side)."""
+    ``trials_max`` bounds the changes tried.
+    """
+    best: Layout | None = None
+    trials = 0
+    starts = [(problem.placed, False), (problem.placed, True), ((), False), ((), True)]
+    stays = tuple(block for block in problem.placed if block.stays)
+    for blocks, thrifty in starts if problem.placed else starts[2:]:
+        layout = Layout(problem, blocks or stays)
+        search = Search(layout, (trials_max - trials) // 2, thrifty=thrifty)
+        search.grow()
+        search.shrink()
+        search.improve()
+        trials += layout.trials
+        if best is None or layout.score().total < best.score().total - 1e-9:
+            best = layout
+    assert best is not None
+    return Plan(named(best), best.score(), trials)
 
 
-class Score(NamedTuple):
-    """The worth of a layout, smaller is better; ``total`` adds them up by the prices."""
+def named(layout: Layout) -> tuple[Block, ...]:
+    """A layout's blocks, each with the name of a replica that is there already where there is one; those that stay first."""
+    there: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
+    for block in sorted(layout.problem.placed, key=lambda block: not block.stays):
+        there.setdefault(block.place, []).append(block)
+    blocks = []
+    for number in sorted(layout.blocks):
+        block = layout.blocks[number]
+        known = there.get(block.place)
+        blocks.append(known.pop(0) if known else Block(block.need, block.sites))
+    return tuple(blocks)
 
-    lost: float
-    devices: int
-    load_s: float
-    total: float
 
+class Search:
+    """Greedy steps and local search on one layout.
 
-class Layout:
-    """A set of blocks that can be changed and taken back. Not thread-safe."""
+    ``thrifty`` prefers, of two changes, the one that brings more for its price; else the one that brings more.
+    """
 
-    def __init__(self, problem: Problem, blocks: Iterable[Block] = ()) -> None:
-        self.problem = problem
-        self.blocks: dict[int, Block] = {}
-        self.trials = 0
-        self._next = 0
-        self._on: list[list[int]] = [[] for _ in problem.sites]
-        self._of: list[list[int]] = [[] for _ in problem.needs]
-        self._free = [site.memory_bytes for site in problem.sites]
-        self._crowd = [0.0] * len(problem.sites)
-        self._carried: dict[int, float] = {}
-        self._capacity = [0.0] * len(problem.needs)
-        self._kept = 0
-        for block in blocks:
-            self.add(block)
+    def __init__(self, layout: Layout, trials_max: int = 6000, *, thrifty: bool = False) -> None:
+        self.layout = layout
+        self.thrifty = thrifty
+        self._until = layout.trials + trials_max
 
-    # ------------------------------------------------------------------------------------------------------------ reading
+    @property
+    def tired(self) -> bool:
+        """Whether the budget of trials is used up."""
+        return self.layout.trials >= self._until
 
-    def on(self, site: int) -> list[int]:
-        """Numbers of the blocks on a site."""
-        return self._on[site]
+    # ------------------------------------------------------------------------------------------------------------- giving
 
-    def of(self, need: int) -> list[int]:
-        """Numbers of a model's blocks."""
-        return self._of[need]
+    def grow(self, *, new_devices: bool = True, shut: Sequence[int] = (), only: Sequence[int] | None = None) -> None:
+        """Gives blocks to who lacks most, as long as that is worth its price, on any device but those that are ``shut``."""
+        needs = self.layout.problem.needs
+        open_needs = list(range(len(needs))) if only is None else list(only)
+        while open_needs and not self.tired:
+            lost, need = min((-needs[need].value * self.layout.lack(need), need) for need in open_needs)
+            if lost >= 0:
+                return
+            if not self.give(need, new_devices=new_devices, shut=shut):
+                open_needs.remove(need)
 
-    def free_bytes(self, site: int) -> int:
-        """Memory beyond what the blocks there need at least."""
-        return self._free[site]
-
-    def used(self, site: int) -> bool:
-        """Whether anything is there."""
-        return bool(self._on[site])
-
-    def capacity(self, need: int) -> float:
-        """What a model's blocks carry in all."""
-        return self._capacity[need]
-
-    def kv_bytes(self, need: int) -> float:
-        """KV that a model can have beyond the least: on each site what is free is shared by how much residents still want."""
-        total = 0.0
-        for number in self._of[need]:
-            block = self.blocks[number]
-            total += min(self._kv_share(site, need) for site in block.sites) * len(block.sites)
-        return total
-
-    def _kv_share(self, site: int, need: int) -> float:
-        wants = {other: 0.0 for other in sorted({self.blocks[number].need for number in self._on[site]})}
-        for other in wants:
-            wanted = self.problem.needs[other]
-            wants[other] = wanted.kv_bytes / max(1, len(self._of[other]) * wanted.gpus)
-        wanted_here = sum(wants[self.blocks[number].need] for number in self._on[site])
-        if wanted_here <= 0:
-            return self._free[site] / len(self._on[site])
-        return self._free[site] * min(1.0, wants[need] / wanted_here)
-
-    def lack(self, need: int, keep: bool = False) -> float:
-        """Share of a model's load that is not carried, for want of time or of KV memory."""
-        wanted = self.problem.needs[need]
-        load = wanted.load_keep if keep and wanted.load_keep is not None else wanted.load
-        lack = 0.0
-        if load > 0:
-            lack = max(0.0, 1 - self._capacity[need] / load)
-        if len(self._of[need]) < wanted.replicas_min:
-            lack = max(lack, 1 - len(self._of[need]) / wanted.replicas_min)
-        if wanted.kv_bytes > 0 and lack < 1:
-            lack = max(lack, 1 - self.kv_bytes(need) / wanted.kv_bytes)
-        return lack
-
-    def score(self, keep: bool = False) -> Score:
-        """The worth of the whole layout."""
-        lost = sum(need.value * self.lack(index, keep) for index, need in enumerate(self.problem.needs))
-        devices = sum(1 for blocks in self._on if blocks)
-        load_s = sum(self.problem.needs[b.need].load_s for b in self.blocks.values() if b.replica is None)
-        prices = self.problem.prices
-        return Score(lost, devices, load_s, lost + prices.device * devices + prices.load * load_s)
-
-    # ----------------------------------------------------------------------------------------------------------- changing
-
-    def fits(self, need: int, sites: Sequence[int]) -> bool:
-        """Whether a block can be added there: memory, kinds, residents, and who may live beside whom."""
-        wanted = self.problem.needs[need]
-        if len(sites) != wanted.gpus or len(self._of[need]) >= wanted.replicas_max:
+    def give(self, need: int, *, new_devices: bool = True, shut: Sequence[int] = ()) -> bool:
+        """The best single change that brings a model more; False when none is worth its price."""
+        layout = self.layout
+        best: tuple[float, int] | None = None
+        options = self._options(need, new_devices, shut)
+        for index, option in enumerate(options):
+            mark = layout.mark()
+            gain = self._gain(need, option)
+            layout.rollback(mark)
+            if gain is not None and (best is None or gain > best[0] + 1e-12):
+                best = (gain, index)
+        if best is None:
             return False
-        return all(self.fits_site(need, site) for site in sites)
-
-    def fits_site(self, need: int, site: int) -> bool:
-        """The same for one of its sites."""
-        wanted = self.problem.needs[need]
-        place = self.problem.sites[site]
-        if (
-            self._free[site] < wanted.bytes_min
-            or len(self._on[site]) >= place.residents_max
-            or place.kind not in wanted.rates
-        ):
-            return False
-        for number in self._on[site]:
-            other = self.problem.needs[self.blocks[number].need]
-            if other.tenant != wanted.tenant or not (
-                other.model == wanted.model or (other.co_locates and wanted.co_locates)
-            ):
-                return False
+        self._gain(need, options[best[1]])
         return True
 
-    def add(self, block: Block) -> int:
-        """Puts a block where it fits (the caller asked) and returns its number."""
-        number = self._next
-        self._next += 1
-        self._put(number, block)
-        return number
-
-    def remove(self, number: int) -> Block:
-        """Takes a block away."""
-        block = self.blocks.pop(number)
-        wanted = self.problem.needs[block.need]
-        self._capacity[block.need] -= self._carried.pop(number)
-        self._of[block.need].remove(number)
-        for site in block.sites:
-            self._on[site].remove(number)
-            self._free[site] += wanted.bytes_min
-        self._settle(block.sites)
-        return block
-
-    def restore(self, number: int, block: Block) -> None:
-        """Takes a removal back."""
-        self._put(number, block)
-
-    def _put(self, number: int, block: Block) -> None:
-        wanted = self.problem.needs[block.need]
-        self.blocks[number] = block
-        self._carried[number] = 0.0
-        self._of[block.need].append(number)
-        for site in block.sites:
-            self._on[site].append(number)
-            self._free[site] -= wanted.bytes_min
-        self._settle(block.sites)
-
-    def _settle(self, sites: Sequence[int]) -> None:
-        """What the blocks on these sites carry now."""
-        self.trials += 1
-        touched: dict[int, None] = {}
+    def _gain(self, need: int, option: _Option) -> float | None:
+        """Makes a change and returns what it is worth; None (and a layout to be rolled back) when that is nothing."""
+        layout = self.layout
+        prices = layout.problem.prices
+        sites: dict[int, None] = dict.fromkeys(option.sites)
+        for number in option.leave:
+            sites.update(dict.fromkeys(layout.blocks[number].sites))
+        models = dict.fromkeys([need, *(layout.blocks[number].need for number in option.leave)])
         for site in sites:
-            self._crowd[site] = sum(self.problem.needs[self.blocks[number].need].activity for number in self._on[site])
-            touched.update(dict.fromkeys(self._on[site]))
-        for number in touched:
-            block = self.blocks[number]
-            carried = self.carries(block)
-            self._capacity[block.need] += carried - self._carried[number]
-            self._carried[number] = carried
+            models.update(dict.fromkeys(layout.blocks[number].need for number in layout.on(site)))
+        lost = self._lost(models)
+        devices = sum(map(layout.used, sites))
+        for number in option.leave:
+            layout.remove(number)
+        price = 0.0
+        if option.sites:
+            if not layout.fits(need, option.sites):
+                return None
+            if not layout.is_there((need, option.sites)):
+                price = layout.problem.needs[need].load_s * prices.load * len(option.sites)
+            layout.add(need, option.sites)
+        won = lost - self._lost(models)
+        price += prices.device * (sum(map(layout.used, sites)) - devices)
+        if won <= price + 1e-9:
+            return None
+        return won / (price + THRIFT) if self.thrifty else won - price
 
-    def carries(self, block: Block) -> float:
-        """What a block that is there carries, at the speed of the slowest of its sites."""
-        wanted = self.problem.needs[block.need]
-        slowest = min(wanted.rates[self.problem.sites[site].kind] * self.share(block.need, site) for site in block.sites)
-        return max(0.0, slowest - wanted.standing)
+    def _lost(self, models: Iterable[int]) -> float:
+        layout = self.layout
+        needs = layout.problem.needs
+        return math.fsum(needs[model].value * layout.lack(model) for model in models)
 
-    def share(self, need: int, site: int) -> float:
-        """The share of a site's time that a resident of this model gets while it works."""
-        if not self.problem.shares_time:
-            return 1.0
-        return share_of_time(max(0.0, self._crowd[site] - self.problem.needs[need].activity))
+    def _options(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[_Option]:
+        places = self._places(need, new_devices, shut)
+        options = [_Option(sites) for sites in places]
+        options.extend(self._departures(need))
+        if not places:
+            options.extend(self._takeovers(need, shut))
+        return options
+
+    def _places(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[tuple[int, ...]]:
+        """Where one more block fits: every place in use, and of the unused ones one of each kind and group."""
+        layout = self.layout
+        wanted = layout.problem.needs[need]
+        if len(layout.of(need)) >= wanted.replicas_max:
+            return []
+        used: dict[str, list[int]] = {}
+        empty: dict[tuple[str, str], list[int]] = {}
+        for site, place in enumerate(layout.problem.sites):
+            if site not in shut and layout.fits_site(need, site):
+                if layout.used(site):
+                    used.setdefault(place.group, []).append(site)
+                elif new_devices:
+                    empty.setdefault((place.group, place.kind), []).append(site)
+        places = [
+            sites
+            for model, sites in layout.left()
+            if model == need and all(site not in shut and (new_devices or layout.used(site)) for site in sites)
+        ]
+        if wanted.gpus == 1:
+            firsts: dict[str, int] = {}
+            for (_, kind), sites in empty.items():
+                firsts.setdefault(kind, sites[0])
+            places.extend((site,) for sites in used.values() for site in sites)
+            places.extend((site,) for site in firsts.values())
+        else:
+            for group in dict.fromkeys([*used, *(group for group, _ in empty)]):
+                if not group:
+                    continue
+                fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
+                members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
+                if len(members) >= wanted.gpus:
+                    places.extend(_combinations(members, wanted.gpus))
+        return [sites for sites in dict.fromkeys(places) if layout.fits(need, sites)]
+
+    def _departures(self, need: int) -> list[_Option]:
+        """Neighbours that leave, so that the model's own blocks get more of their devices' time."""
+        layout = self.layout
+        neighbours: dict[int, None] = {}
+        for number in layout.of(need):
+            for site in layout.blocks[number].sites:
+                neighbours.update(dict.fromkeys(layout.on(site)))
+        return [_Option((), (number,)) for number in neighbours if self._may_leave(number, need)]
+
+    def _may_leave(self, number: int, newcomer: int) -> bool:
+        block = self.layout.blocks[number]
+        owner = self.layout.problem.needs[block.need]
+        return (
+            not block.stays
+            and block.need != newcomer
+            and len(self.layout.of(block.need)) > max(owner.replicas_min, 1 if owner.load > 0 else 0)
+        )
+
+    def _takeovers(self, need: int, shut: Sequence[int]) -> list[_Option]:
+        """Places that one block of another model would have to leave."""
+        layout = self.layout
+        wanted = layout.problem.needs[need]
+        if len(layout.of(need)) >= wanted.replicas_max:
+            return []
+        options: list[_Option] = []
+        for number in sorted(layout.blocks):
+            block = layout.blocks[number]
+            if not self._may_leave(number, need) or self.tired or any(site in shut for site in block.sites):
+                continue
+            mark = layout.mark()
+            layout.remove(number)
+            if wanted.gpus == 1:
+                options.extend(_Option((site,), (number,)) for site in block.sites if layout.fits_site(need, site))
+            elif len(block.sites) >= wanted.gpus and layout.fits(need, block.sites[: wanted.gpus]):
+                options.append(_Option(block.sites[: wanted.gpus], (number,)))
+            layout.rollback(mark)
+        return options
+
+    # ----------------------------------------------------------------------------------------------------------- emptying
+
+    def shrink(self) -> list[int]:
+        """Empties devices, the least needed first, one after the other, while the rest can take over. Returns which."""
+        emptied = []
+        for site in self.emptiest():
+            if self.tired:
+                break
+            if self.layout.used(site) and self.empty(site):
+                emptied.append(site)
+        return emptied
+
+    def emptiest(self) -> list[int]:
+        """Devices in use from which everything may go, those that carry least first."""
+        layout = self.layout
+        order = []
+        for site in range(len(layout.problem.sites)):
+            blocks = [layout.blocks[number] for number in layout.on(site)]
+            if blocks and not any(block.stays for block in blocks):
+                carried = math.fsum(layout.carried(number) / len(layout.blocks[number].sites) for number in layout.on(site))
+                order.append((sum(len(block.sites) for block in blocks), carried, site))
+        return [site for *_, site in sorted(order)]
+
+    def empty(self, site: int, *, moves: bool = True) -> bool:
+        """Takes all off a device and lets the rest take over; taken back unless that is better. Without ``moves`` nothing new
+        is put elsewhere."""
+        return self.again(list(self.layout.on(site)), new_devices=False, shut=(site,), moves=moves)
+
+    # ---------------------------------------------------------------------------------------------------------- improving
+
+    def improve(self) -> None:
+        """Local search: what is on a device is taken off and given again, kept where that is better, until nothing is."""
+        layout = self.layout
+        better = True
+        while better and not self.tired:
+            better = False
+            for site in range(len(layout.problem.sites)):
+                leavers = [number for number in layout.on(site) if not layout.blocks[number].stays]
+                groups = [leavers, *([number] for number in leavers)] if len(leavers) > 1 else [leavers]
+                for group in groups:
+                    there = [number for number in group if number in layout.blocks]
+                    if there and not self.tired:
+                        better = self.again(there) or better
+
+    def again(
+        self, leavers: Sequence[int], *, new_devices: bool = True, shut: Sequence[int] = (), moves: bool = True
+    ) -> bool:
+        """Takes blocks off and gives again to those that then lack; taken back unless that is better."""
+        layout = self.layout
+        keep, layout.keep = layout.keep, True
+        before = layout.score().total
+        mark = layout.mark()
+        for number in leavers:
+            layout.remove(number)
+        if moves:
+            self.grow(new_devices=new_devices, shut=shut)
+        better = layout.score().total < before - 1e-9
+        if not better:
+            layout.rollback(mark)
+        layout.keep = keep
+        return better
 
 
-def share_of_time(others: float) -> float:
-    """The share that one replica gets beside ``others`` (mean number of other replicas that work at a moment)."""
-    if others <= 0:
-        return 1.0
-    return 1 - others * (1 - SHARING_KEEPS / 2) if others < 1 else SHARING_KEEPS / (1 + others)
+THRIFT = 0.3
+"""What every change costs beside its price, when changes are compared by what they bring for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One more block on ``sites`` (none: nobody comes); ``leave`` go first."""
+
+    sites: tuple[int, ...]
+    leave: tuple[int, ...] = ()
+
+
+def _combinations(members: Sequence[int], size: int) -> Iterable[tuple[int, ...]]:
+    """All groups where they are few, else runs of neighbours in the order given."""
+    if math.comb(len(members), size) <= GROUPS_MAX:
+        return (tuple(sorted(group)) for group in combinations(members, size))
+    return (tuple(sorted(members[first : first + size])) for first in range(len(members) - size + 1))

@@ -94,6 +94,8 @@ class ModelView:
     """False while it backs off after a failed load, or a person holds it down or has locked it."""
     may_act: bool
     """False in the modes observe and advise: what is decided is published and not carried out."""
+    finished_output_tokens: int = 0
+    """Of ``finished``: all their output tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class ViewBuilder:
         model_hash = record.model_hash
         model = catalogue.model(model_hash)
         demand = self._planner.demand(model_hash)
-        stays = self._planner.all_stay(record)
+        stays = self._planner.usage.all_stay(record)
         replicas: list[ReplicaView] = []
         leaving = 0
         for replica in pool.replicas_for(model_hash):
@@ -112,6 +112,7 @@ class ViewBuilder:
             load_s=model.load_s if model.load_s is not None else describe_need(record).load_s_guess,
             may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(model_hash),
             may_act=catalogue.mode(model_hash) is Mode.ACT,
+            finished_output_tokens=flow.finished_output_tokens if flow is not None else 0,
         )
 
     def _replica(

@@ -1,0 +1,367 @@
+"""Layouts: which models have replicas on which devices, what they carry there, and what that is worth.
+
+A *block* is one replica on its devices, all or nothing. A layout's worth is, in this order: the value of load that is not
+carried (Gold before Silver before Bronze), devices in use, loads to be made. What a block carries is what it would carry
+alone, times its share of its devices' time, less the standing share that its steps eat whatever their batch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from broker.core.catalogue import DeviceKey
+from subjects.ids import ModelHash, ReplicaId
+
+SHARING_KEEPS = 0.97
+"""What is left of a device's speed when several replicas take turns on it."""
+STARVED = 0.3
+"""What counts of a replica that is too slow for its longest prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device that blocks can be put on. Replicas that span devices need them in one ``group``."""
+
+    key: DeviceKey
+    group: str
+    kind: str
+    memory_bytes: int
+    residents_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one model wants. Capacity is in units of one of its replicas alone on a device on which ``rates`` is 1."""
+
+    model: ModelHash
+    load: float
+    """Capacity wanted, standing shares not counted."""
+    bytes_min: int
+    """Of a replica on each of its devices, with the least KV that serves."""
+    rates: dict[str, float]
+    """By kind of device: what a replica alone there brings. It cannot live on other kinds."""
+    gpus: int = 1
+    standing: float = 0.0
+    """Of each replica, whatever it does."""
+    activity: float = 1.0
+    """How likely one of its replicas has work at a moment: so much it slows its neighbours."""
+    share_min: float = 0.0
+    """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
+    kv_bytes: float = 0.0
+    """KV wanted over all replicas, beyond what ``bytes_min`` holds."""
+    load_keep: float | None = None
+    """At least what the rest must carry before a device is given up; None: ``load``."""
+    value: float = 1.0
+    """Of all its load."""
+    replicas_min: int = 0
+    replicas_max: int = 1 << 30
+    co_locates: bool = True
+    tenant: str = ""
+    """Not empty: its devices hold only models of this tenant."""
+    load_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One replica. ``replica`` names one that exists; a new one has none."""
+
+    need: int
+    sites: tuple[int, ...]
+    """Ascending."""
+    replica: ReplicaId | None = None
+    stays: bool = False
+    """It may not be taken away."""
+    bytes_held: int = 0
+    """Of each of its devices, where that cannot be changed now; 0: the least that its model needs."""
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Which model, and where: replicas with the same are as good as one another."""
+        return (self.need, self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What things cost beside lost value. A model of value 1000 that lacks a thousandth of its load weighs a device."""
+
+    device: float = 1.0
+    load: float = 0.1
+    """For each second of a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Devices, wants and what is there now."""
+
+    sites: tuple[Site, ...]
+    needs: tuple[Need, ...]
+    placed: tuple[Block, ...] = ()
+    prices: Prices = field(default_factory=Prices)
+    copies_per_site: int = 1
+    """Replicas of one model on one device: where residents take turns a second one only costs."""
+    shares_time: bool = True
+    """False: residents do not slow each other (devices with slices, or capacities that were measured side by side)."""
+    sharing_keeps: float = SHARING_KEEPS
+
+
+class Score(NamedTuple):
+    """The worth of a layout, smaller is better; ``total`` adds them up by the prices."""
+
+    lost: float
+    devices: int
+    load_s: float
+    total: float
+
+
+class Layout:
+    """A set of blocks that can be changed and taken back. Not thread-safe.
+
+    Blocks that are there (``Problem.placed``) cost no load wherever a layout has them.
+    """
+
+    def __init__(self, problem: Problem, blocks: Iterable[Block] = ()) -> None:
+        self.problem = problem
+        self.blocks: dict[int, Block] = {}
+        self.trials = 0
+        """Changes made so far: the search's own measure of effort."""
+        self.keep = False
+        """Whether loads count as those that must be carried before a device is given up."""
+        self._next = 0
+        self._there: dict[tuple[int, tuple[int, ...]], int] = {}
+        for block in problem.placed:
+            self._there[block.place] = self._there.get(block.place, 0) + 1
+        self._have: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._on: list[list[int]] = [[] for _ in problem.sites]
+        self._of: list[list[int]] = [[] for _ in problem.needs]
+        self._free = [site.memory_bytes for site in problem.sites]
+        self._crowd = [0.0] * len(problem.sites)
+        self._carried: dict[int, float] = {}
+        self._capacity = [0.0] * len(problem.needs)
+        self._journal: list[tuple[int, Block, bool]] = []
+        for block in blocks:
+            self._put(self._number(), block)
+        self.trials = 0
+
+    # ------------------------------------------------------------------------------------------------------------ reading
+
+    def on(self, site: int) -> list[int]:
+        """Numbers of the blocks on a site."""
+        return self._on[site]
+
+    def of(self, need: int) -> list[int]:
+        """Numbers of a model's blocks."""
+        return self._of[need]
+
+    def free_bytes(self, site: int) -> int:
+        """Memory beyond what the blocks there need at least."""
+        return self._free[site]
+
+    def used(self, site: int) -> bool:
+        """Whether anything is there."""
+        return bool(self._on[site])
+
+    def is_there(self, place: tuple[int, tuple[int, ...]]) -> bool:
+        """Whether one more block of this kind exists already than the layout has."""
+        return self._there.get(place, 0) > self._have.get(place, 0)
+
+    def left(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Places of blocks that exist and are not in the layout."""
+        return [place for place in self._there if self.is_there(place)]
+
+    def capacity(self, need: int) -> float:
+        """What a model's blocks carry in all."""
+        return self._capacity[need]
+
+    def carried(self, number: int) -> float:
+        """What one block carries."""
+        return self._carried[number]
+
+    def kv_bytes(self, need: int) -> float:
+        """KV that a model can have beyond the least: what is free on a site is shared by what its residents want."""
+        total = 0.0
+        for number in self._of[need]:
+            sites = self.blocks[number].sites
+            total += min(self.kv_share(site, need) for site in sites) * len(sites)
+        return total
+
+    def kv_share(self, site: int, need: int) -> float:
+        """What one block of a model gets of what is free on a site, beyond its least."""
+        on = self._on[site]
+        if len(on) == 1:
+            return float(self._free[site])
+        wanted = [self._kv_wanted(self.blocks[number].need) for number in on]
+        total = math.fsum(wanted)
+        if total <= 0:
+            return self._free[site] / len(on)
+        return self._free[site] * self._kv_wanted(need) / total
+
+    def _kv_wanted(self, need: int) -> float:
+        wanted = self.problem.needs[need]
+        return wanted.kv_bytes / (max(1, len(self._of[need])) * wanted.gpus)
+
+    def lack(self, need: int) -> float:
+        """Share of a model's load that is not carried, for want of time, of replicas or of KV memory."""
+        wanted = self.problem.needs[need]
+        load = wanted.load_keep if self.keep and wanted.load_keep is not None else wanted.load
+        lack = 0.0
+        if load > 0:
+            lack = max(0.0, 1 - self._capacity[need] / load)
+        replicas = len(self._of[need])
+        if replicas < wanted.replicas_min:
+            lack = max(lack, 1 - replicas / wanted.replicas_min)
+        if wanted.kv_bytes > 0 and lack < 1:
+            lack = max(lack, 1 - self.kv_bytes(need) / wanted.kv_bytes)
+        return lack
+
+    def score(self) -> Score:
+        """The worth of the whole layout."""
+        needs = self.problem.needs
+        lost = math.fsum(need.value * self.lack(index) for index, need in enumerate(needs))
+        devices = sum(1 for blocks in self._on if blocks)
+        load_s = math.fsum(
+            needs[place[0]].load_s * needs[place[0]].gpus * max(0, count - self._there.get(place, 0))
+            for place, count in self._have.items()
+        )
+        prices = self.problem.prices
+        return Score(lost, devices, load_s, lost + prices.device * devices + prices.load * load_s)
+
+    # ----------------------------------------------------------------------------------------------------------- changing
+
+    def fits(self, need: int, sites: Sequence[int]) -> bool:
+        """Whether a block can be added there: memory, kinds, residents, and who may live beside whom."""
+        wanted = self.problem.needs[need]
+        if len(sites) != wanted.gpus or len(self._of[need]) >= wanted.replicas_max:
+            return False
+        return all(self.fits_site(need, site) for site in sites)
+
+    def fits_site(self, need: int, site: int) -> bool:
+        """The same for one of its sites."""
+        wanted = self.problem.needs[need]
+        place = self.problem.sites[site]
+        on = self._on[site]
+        if self._free[site] < wanted.bytes_min or len(on) >= place.residents_max or place.kind not in wanted.rates:
+            return False
+        copies = 0
+        for number in on:
+            other = self.problem.needs[self.blocks[number].need]
+            if other is wanted:
+                copies += 1
+                if copies >= self.problem.copies_per_site:
+                    return False
+            elif other.tenant != wanted.tenant or not (other.co_locates and wanted.co_locates):
+                return False
+        return True
+
+    def add(self, need: int, sites: tuple[int, ...]) -> int:
+        """Puts a block where it fits (the caller asked) and returns its number."""
+        number = self._number()
+        block = Block(need, sites)
+        self._put(number, block)
+        self._journal.append((number, block, True))
+        return number
+
+    def remove(self, number: int) -> Block:
+        """Takes a block away."""
+        block = self._take(number)
+        self._journal.append((number, block, False))
+        return block
+
+    def mark(self) -> int:
+        """A point to roll back to."""
+        return len(self._journal)
+
+    def rollback(self, mark: int) -> None:
+        """Takes back all changes since ``mark``, the last one first."""
+        while len(self._journal) > mark:
+            number, block, added = self._journal.pop()
+            if added:
+                self._take(number)
+            else:
+                self._put(number, block)
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _take(self, number: int) -> Block:
+        block = self.blocks.pop(number)
+        need = block.need
+        self._of[need].remove(number)
+        self._have[block.place] -= 1
+        held = block.bytes_held or self.problem.needs[need].bytes_min
+        for site in block.sites:
+            self._on[site].remove(number)
+            self._free[site] += held
+        del self._carried[number]
+        self._settle(block)
+        return block
+
+    def _put(self, number: int, block: Block) -> None:
+        need = block.need
+        self.blocks[number] = block
+        insort(self._of[need], number)
+        self._have[block.place] = self._have.get(block.place, 0) + 1
+        held = block.bytes_held or self.problem.needs[need].bytes_min
+        for site in block.sites:
+            insort(self._on[site], number)
+            self._free[site] -= held
+        self._settle(block)
+
+    def _settle(self, changed: Block) -> None:
+        """What the blocks beside a changed one, and it, carry now."""
+        self.trials += 1
+        blocks, needs = self.blocks, self.problem.needs
+        models = [changed.need]
+        for site in changed.sites:
+            on = self._on[site]
+            crowd = 0.0
+            for number in on:
+                crowd += needs[blocks[number].need].activity
+            self._crowd[site] = crowd
+        for site in changed.sites:
+            for number in self._on[site]:
+                block = blocks[number]
+                self._carried[number] = self._carries(block)
+                if block.need not in models:
+                    models.append(block.need)
+        for model in models:
+            capacity = 0.0
+            for number in self._of[model]:
+                capacity += self._carried[number]
+            self._capacity[model] = capacity
+
+    def _carries(self, block: Block) -> float:
+        """What a block that is there carries, at the speed of the slowest of its sites."""
+        wanted = self.problem.needs[block.need]
+        sites = self.problem.sites
+        if len(block.sites) == 1:
+            site = block.sites[0]
+            share = self.share(block.need, site)
+            slowest = wanted.rates[sites[site].kind] * share
+        else:
+            share = min(self.share(block.need, site) for site in block.sites)
+            slowest = min(wanted.rates[sites[site].kind] * self.share(block.need, site) for site in block.sites)
+        if share < wanted.share_min:
+            slowest *= STARVED
+        return max(0.0, slowest - wanted.standing)
+
+    def share(self, need: int, site: int) -> float:
+        """The share of a site's time that a resident of this model gets while it works."""
+        problem = self.problem
+        if not problem.shares_time:
+            return 1.0
+        return share_of_time(self._crowd[site] - problem.needs[need].activity, problem.sharing_keeps)
+
+
+def share_of_time(others: float, keeps: float = SHARING_KEEPS) -> float:
+    """The share that one replica gets beside ``others`` (mean number of other replicas that work at a moment).
+
+    With ``k`` at work each gets ``keeps / k``; in between it is linear to the first and harmonic after it.
+    """
+    if others <= 1e-9:
+        return 1.0
+    return 1 - others * (1 - keeps / 2) if others < 1 else keeps / (1 + others)

@@ -1,0 +1,282 @@
+"""What each model needs now: capacity and KV, from what arrives, waits and runs (SCH-3).
+
+Capacity is counted in the work of ``capacity``: prompts with the room that ``headroom`` has learned, decoding by Little's
+law from arrivals and from what runs, and what waits on top of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from broker.core.capacity import TPOT_USED, arrivals_work_s, prefill_work_s, standing_share
+from broker.core.headroom import Headroom, HeadroomSettings
+from broker.core.policy import ModelView
+from subjects.ids import ModelHash
+from subjects.messages import StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class NeedSettings:
+    """Numbers found by simulation (ops/decisions/0010)."""
+
+    headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
+    prefill_factor: float = 1.1
+    decode_factor: float = 1.1
+    """Room over the means."""
+    chunk_tokens: int = 4096
+    """Prompt tokens that one step takes while prompts queue (``workers.core.pulling`` and the engine's own limit)."""
+    decode_keep_s: float = 15.0
+    """How long the most that decoding needed lately is kept."""
+    drain_s: float = 10.0
+    """What waits should be prefilled within this time: those that wait for a load are late already."""
+    queue_free_s: float = 0.3
+    """Work that may wait without asking for more."""
+    token_s: float = 0.04
+    """Time per token that is assumed where none runs."""
+    kv_factor: float = 1.3
+    """KV room over what running requests hold."""
+    kv_keep_s: float = 30.0
+    long_share: float = 0.006
+    """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
+    ttft_used: float = 0.75
+    """Share of the time to the first token that such a prompt's own prefill may take."""
+
+
+class Largest:
+    """The largest value of a sliding window."""
+
+    __slots__ = ("_entries", "span_s")
+
+    def __init__(self, span_s: float) -> None:
+        self.span_s = span_s
+        self._entries: deque[tuple[float, float]] = deque()
+
+    def add(self, now_s: float, value: float) -> float:
+        """Counts a value and returns the largest."""
+        entries = self._entries
+        while entries and entries[-1][1] <= value:
+            entries.pop()
+        entries.append((now_s, value))
+        while entries[0][0] < now_s - self.span_s:
+            entries.popleft()
+        return entries[0][1]
+
+
+BINS = 40
+BIN_FIRST_S = 0.01
+BIN_RATIO = 1.15
+
+
+class Lengths:
+    """How long prompts take alone: a histogram over logarithmic bins that fades."""
+
+    __slots__ = ("_bins", "_total")
+
+    def __init__(self) -> None:
+        self._bins = [0.0] * BINS
+        self._total = 0.0
+
+    def add(self, prefill_s: float, requests: int) -> None:
+        """So many requests of about this length."""
+        place = 0 if prefill_s <= BIN_FIRST_S else math.ceil(math.log(prefill_s / BIN_FIRST_S) / math.log(BIN_RATIO) - 0.5)
+        self._bins[min(max(place, 0), BINS - 1)] += requests
+        self._total += requests
+        if self._total > 4000.0:
+            self._bins = [count / 2 for count in self._bins]
+            self._total /= 2
+
+    def above(self, share: float) -> float:
+        """The prefill time that only this share of requests exceeds."""
+        left = self._total * share
+        for place in range(BINS - 1, -1, -1):
+            left -= self._bins[place]
+            if left < 0:
+                return BIN_FIRST_S * BIN_RATIO**place
+        return 0.0
+
+
+@dataclass(slots=True)
+class ModelNeed:
+    """The answer for one model at one moment."""
+
+    load: float = 0.0
+    prefill: float = 0.0
+    """Speed of prefill that bursts ask for."""
+    burst_share: float = 1.0
+    """Of a replica's time, what prompts get while they queue."""
+    mean: float = 0.0
+    """Prefill that arrives, with a little room."""
+    decode: float = 0.0
+    queue: float = 0.0
+    share_min: float = 0.0
+    kv_tokens: float = 0.0
+    activity: float = 0.0
+    running: float = 0.0
+    input_tokens: float = 1024.0
+    output_tokens: float = 256.0
+    """Means of those that arrived lately."""
+    request_s: float = 0.0
+    """Work of a mean request."""
+    last_seen_s: float = -math.inf
+    """When it last had any demand."""
+    rps: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """One line with the numbers."""
+        return (
+            f"needs {self.load:.2f} (prompts {self.mean:.2f}, in bursts {self.prefill:.2f}, answers {self.decode:.2f}, "
+            f"queue {self.queue:.2f}) "
+            f"for {self.rps:.2f}/s"
+        )
+
+
+FINISHED_MIN = 20
+
+
+class _Tracker:
+    __slots__ = (
+        "decode",
+        "decode_most",
+        "expected",
+        "finished",
+        "kv_most",
+        "lengths",
+        "need",
+        "requests",
+        "row",
+        "tokens_in",
+        "tokens_out",
+    )
+
+    def __init__(self, row: int, settings: NeedSettings) -> None:
+        self.row = row
+        self.need = ModelNeed()
+        self.lengths = Lengths()
+        self.decode = 0.0
+        self.decode_most = Largest(settings.decode_keep_s)
+        self.kv_most = Largest(settings.kv_keep_s)
+        self.requests = self.tokens_in = 0.0
+        self.finished = self.tokens_out = self.expected = 0.0
+
+
+class Needs:
+    """Follows all models."""
+
+    def __init__(self, settings: NeedSettings | None = None) -> None:
+        self.settings = settings or NeedSettings()
+        self.headroom = Headroom(self.settings.headroom)
+        self._trackers: dict[ModelHash, _Tracker] = {}
+        self._free_rows: list[int] = []
+        self._looked_s = -math.inf
+
+    def look(self, now_s: float, models: list[tuple[ModelView, StepCosts]]) -> dict[ModelHash, ModelNeed]:
+        """Takes what happened since the last look; ``models`` come with their costs, corrected by what was seen."""
+        s = self.settings
+        gone_s = min(max(1e-3, now_s - self._looked_s), 5.0)
+        self._looked_s = now_s
+        trackers = self._known(models)
+        rows = self.headroom.rows
+        base = np.zeros(rows)
+        wait_s = np.ones(rows)
+        for (model, costs), tracker in zip(models, trackers, strict=True):
+            self._follow(now_s, gone_s, model, costs, tracker)
+            need = tracker.need
+            need.mean = self.headroom.mean(tracker.row) * s.prefill_factor
+            # While prompts queue each step takes a chunk of them, and decodes once beside it.
+            chunk_s = costs.prefill_token_s * s.chunk_tokens
+            batch = need.running / max(1, len(model.replicas))
+            token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
+            need.burst_share = chunk_s / (chunk_s + costs.step_const_s + batch * token_s)
+            base[tracker.row] = need.burst_share * (need.mean + need.decode + standing(model, costs))
+            wait_s[tracker.row] = max(0.2, 0.9 * model.record.sla.ttft_p95_ms / 1000 - tracker.lengths.above(0.1))
+        wanted = self.headroom.look(now_s, base, wait_s).tolist()
+        needs = {}
+        for (model, costs), tracker in zip(models, trackers, strict=True):
+            need = tracker.need
+            need.prefill = wanted[tracker.row]
+            waiting = model.waiting
+            waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
+            need.queue = max(0.0, waiting_s - s.queue_free_s) / s.drain_s
+            burst = need.prefill / need.burst_share - standing(model, costs)
+            need.load = max(burst, need.mean + need.decode) + need.queue
+            needs[model.record.model_hash] = need
+        return needs
+
+    def _known(self, models: list[tuple[ModelView, StepCosts]]) -> list[_Tracker]:
+        present = {model.record.model_hash: None for model, _ in models}
+        for model_hash in [known for known in self._trackers if known not in present]:
+            row = self._trackers.pop(model_hash).row
+            self.headroom.forget_row(row)
+            self._free_rows.append(row)
+        trackers = []
+        for model_hash in present:
+            tracker = self._trackers.get(model_hash)
+            if tracker is None:
+                row = self._free_rows.pop() if self._free_rows else self.headroom.add_row()
+                tracker = self._trackers[model_hash] = _Tracker(row, self.settings)
+            trackers.append(tracker)
+        return trackers
+
+    def _follow(self, now_s: float, gone_s: float, model: ModelView, costs: StepCosts, tracker: _Tracker) -> None:
+        s = self.settings
+        need = tracker.need
+        arrivals = model.arrivals
+        requests = sum(arrivals.requests)
+        if requests:
+            first_s, _ = arrivals_work_s(costs, arrivals)
+            self.headroom.arrived(tracker.row, first_s, requests)
+            for count, tokens in zip(arrivals.requests, arrivals.input_tokens, strict=True):
+                if count:
+                    tracker.lengths.add(prefill_work_s(costs, tokens / count), count)
+            fade = math.exp(-requests / 300.0)
+            tracker.requests = tracker.requests * fade + requests
+            tracker.tokens_in = tracker.tokens_in * fade + sum(arrivals.input_tokens)
+            tracker.expected = tracker.expected * fade + sum(arrivals.output_tokens)
+            need.input_tokens = tracker.tokens_in / tracker.requests
+            if tracker.finished < FINISHED_MIN:
+                need.output_tokens = max(1.0, sum(arrivals.output_tokens) / requests)
+        if model.finished:
+            # What was expected at arrival is a cautious quantile; the mean shows in those that ended.
+            fade = math.exp(-model.finished / 300.0)
+            tracker.finished = tracker.finished * fade + model.finished
+            tracker.tokens_out = tracker.tokens_out * fade + model.finished_output_tokens
+            if tracker.finished >= FINISHED_MIN:
+                need.output_tokens = max(1.0, tracker.tokens_out / tracker.finished)
+        token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
+        need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
+        life_s = min(max(2.0, need.output_tokens * s.token_s), 90.0)
+        fade = math.exp(-gone_s / life_s)
+        tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
+        tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
+        by_running = model.running * token_s / tpot_s
+        need.decode = tracker.decode_most.add(now_s, max(tracker.decode * s.decode_factor, by_running))
+        fade = math.exp(-gone_s / 10.0)
+        need.rps = need.rps * fade + (1 - fade) * requests / gone_s
+        fade = math.exp(-gone_s / 5.0)
+        need.running = need.running * fade + (1 - fade) * model.running
+        serving = sum(1 for replica in model.replicas if replica.running) or 1
+        need.activity = 1 - math.exp(-need.running / serving)
+        need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, need, tracker))
+        need.share_min = min(1.0, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000))
+        if requests or model.running or model.waiting:
+            need.last_seen_s = now_s
+
+    def _kv_tokens(self, model: ModelView, need: ModelNeed, tracker: _Tracker) -> float:
+        """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run when tokens
+        take as long as is assumed."""
+        s = self.settings
+        expected = need.input_tokens + (tracker.expected / tracker.requests if tracker.requests else need.output_tokens)
+        block = model.record.block_size
+        held = sum((replica.kv_pages - replica.kv_pages_free) * block for replica in model.replicas)
+        soon = need.load / need.request_s * need.output_tokens * s.token_s if need.request_s > 0 else 0.0
+        return max(held * s.kv_factor, max((model.running + model.waiting) * s.kv_factor, soon) * expected)
+
+
+def standing(model: ModelView, costs: StepCosts) -> float:
+    """The share that each of a model's replicas eats at the time per token that plans use."""
+    return standing_share(costs, model.record.sla.tpot_ms / 1000 * TPOT_USED)
