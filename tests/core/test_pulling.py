@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from subjects.messages import Lane, SlaClass
-from workers.core.pulling import AGEING_S, PULL_SLACK, PullPlanner
+from workers.core.pulling import AGEING_S, BACKLOG_TOKENS_MAX, PULL_SLACK, PullPlanner, room_for
 from workers.core.replica_events import Pull
 
 SMALL, LARGE = (SlaClass.SILVER, Lane.SMALL), (SlaClass.SILVER, Lane.LARGE)
@@ -112,3 +112,18 @@ def test_credits_of_empty_queues_stay_within_their_slack() -> None:
     assert len(made.plan(0.0, free_slots=1, free_pages=1000)) == 3
     assert len(made.plan(0.0, free_slots=2, free_pages=1000)) == 1
     assert len(made.plan(0.0, free_slots=8, free_pages=1000)) == 2
+
+
+def test_there_is_room_for_one_more_with_a_slot_its_pages_and_a_short_backlog() -> None:
+    """All three; a request of any length fits behind a backlog below the bound."""
+    assert room_for(1, 10, 10, BACKLOG_TOKENS_MAX - 1)
+    assert not room_for(0, 10, 10, 0)
+    assert not room_for(1, 9, 10, 0)
+    assert not room_for(1, 10, 10, BACKLOG_TOKENS_MAX)
+
+
+def test_nothing_is_pulled_while_too_much_is_not_computed_yet() -> None:
+    """And as soon as it is, the same room gives pulls."""
+    made = planner(SMALL)
+    assert made.plan(0.0, free_slots=4, free_pages=1000, backlog_tokens=BACKLOG_TOKENS_MAX) == []
+    assert SMALL in keys(made.plan(0.1, free_slots=4, free_pages=1000, backlog_tokens=BACKLOG_TOKENS_MAX - 1))

@@ -112,7 +112,9 @@ class Replica:
         return lines
 
 
-def ticket(attempt: int = 1, *, pages: int = 10, lane: Lane = Lane.SMALL, request: RequestId = R) -> Ticket:
+def ticket(
+    attempt: int = 1, *, pages: int = 10, lane: Lane = Lane.SMALL, request: RequestId = R, input_tokens: int = 3
+) -> Ticket:
     """A ticket of the request."""
     profile = RequestProfile(
         model_hash=ModelHash("ab" * 32),
@@ -120,7 +122,7 @@ def ticket(attempt: int = 1, *, pages: int = 10, lane: Lane = Lane.SMALL, reques
         tenant=Tenant("t"),
         lane=lane,
         max_tokens=9,
-        input_tokens=3,
+        input_tokens=input_tokens,
         expected_output_tokens=4,
         kv_pages_needed=pages,
         deadline_unix_s=0.0,
@@ -568,3 +570,16 @@ def test_failures_of_the_engine_name_their_kind() -> None:
         (FailureKind.SICK, "it broke", "engine_failed")
     ]
     assert replica(PULLED) == []
+
+
+def test_a_replica_takes_no_more_while_a_long_prompt_is_not_computed() -> None:
+    """From its claim to its first token; others may take what waits meanwhile."""
+    replica = Replica(slots=8)
+    replica.pull(ticket(input_tokens=5000))
+    assert replica(e.OfferReceived(ticket(request=RequestId("gw-2")), 3)) == ["3: busy"]
+    replica.grant()
+    lines = replica.all(e.PullExpired(SlaClass.SILVER, Lane.SMALL, 1), after_s=1.0)
+    assert not any(line.startswith("pull") for line in lines)
+    lines = replica.all(e.EngineStepped((delta(0),)))
+    assert any(line.startswith("pull") for line in lines)
+    assert replica(e.OfferReceived(ticket(request=RequestId("gw-3")), 4))[0] == "4: taken"

@@ -74,6 +74,11 @@ class HeldRequest:
         """Request and attempt."""
         return self.request, self.attempt
 
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens that its engine has to compute before the next token comes; 0 once one came."""
+        return 0 if self.next_indexes else self.profile.input_tokens + self.start_index
+
     def whole_grant(self) -> Grant:
         """The parts put together."""
         first = self.parts[0]

@@ -2,7 +2,8 @@
 
 A queue is one class and one lane. Pulls cannot be withdrawn, so credits are few and short-lived:
 
-1. Nothing is pulled while no slot is free, and no queue whose ceiling the free KV pages do not cover.
+1. Nothing is pulled while no slot is free or too much of what was taken is not computed yet, and no queue whose ceiling the
+   free KV pages do not cover (:func:`room_for`).
 2. *Busy* queues (their last pull brought a ticket) share the free slots by deficit round robin over the classes. A queue's
    window grows with each ticket and falls back to one when a pull expires, so that idle credits do not pin slots.
 3. Queues *believed empty* share ``PULL_SLACK`` more credits, one each, taking turns: recently used ones first, and always
@@ -144,12 +145,13 @@ class PullPlanner:
                 queue.outstanding = 0
                 self._planned_for = None
 
-    def plan(self, now_s: float, *, free_slots: int, free_pages: int) -> list[Pull]:
-        """New pulls for what is free now; their credits count as outstanding from here on."""
+    def plan(self, now_s: float, *, free_slots: int, free_pages: int, backlog_tokens: int = 0) -> list[Pull]:
+        """New pulls for what is free now; their credits count as outstanding from here on. ``backlog_tokens`` are those of
+        prompts that were taken and are not computed yet."""
         if now_s < self._paused_until_s:
             return []
         self._paused_until_s = -inf
-        if free_slots <= 0 or self._planned_for == (free_slots, free_pages):
+        if not room_for(free_slots, max(0, free_pages), 0, backlog_tokens) or self._planned_for == (free_slots, free_pages):
             return []
         self._planned_for = (free_slots, free_pages)
         free_pages -= sum(q.outstanding * q.ceiling_pages for q in self._queues.values() if q.window)

@@ -30,7 +30,7 @@ from subjects.messages import (
     Ticket,
 )
 from workers.core.held_request import HeldRequest, Key, Phase
-from workers.core.pulling import PullPlanner
+from workers.core.pulling import PullPlanner, room_for
 from workers.core.replica_events import (
     ASK_S,
     CLAIM_TRIES_MAX,
@@ -204,14 +204,18 @@ class ReplicaCore:
 
     def _settle(self, now_s: float, out: list[ReplicaCommand]) -> None:
         """What follows from the state after any event: pulls, the end of a drain, the load."""
-        active = 0
+        active = backlog_tokens = 0
         free_pages = self._kv_pages
         for held in self._active():
             active += 1
             free_pages -= held.pages
+            backlog_tokens += held.backlog_tokens
         self._planner.write_off(now_s)
         if self._serving and not self._draining and not self._closed:
-            out.extend(self._planner.plan(now_s, free_slots=self._slots - active, free_pages=free_pages))
+            free_slots = self._slots - active
+            out.extend(
+                self._planner.plan(now_s, free_slots=free_slots, free_pages=free_pages, backlog_tokens=backlog_tokens)
+            )
         if self._draining and not self._drained and not self._requests and not self._planner.outstanding:
             self._drained = True
             out.append(ReportDrained(0))
@@ -244,7 +248,9 @@ class ReplicaCore:
     def _answer_offer(self, now_s: float, event: OfferReceived, out: list[ReplicaCommand]) -> None:
         key = (event.ticket.request, event.ticket.attempt)
         active = list(self._active())
-        room = len(active) < self._slots and self._pages(event.ticket) <= self._kv_pages - sum(h.pages for h in active)
+        free_pages = self._kv_pages - sum(held.pages for held in active)
+        backlog_tokens = sum(held.backlog_tokens for held in active)
+        room = room_for(self._slots - len(active), free_pages, self._pages(event.ticket), backlog_tokens)
         busy = not room or not self._serving or self._draining or self._closed or key in self._requests or key in self._ended
         out.append(AnswerOffer(event.token, busy))
         if not busy:
