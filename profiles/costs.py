@@ -31,3 +31,18 @@ def step_s(costs: StepCosts, batch: int, context_tokens: float) -> float:
     if batch == 0:
         return 0.0
     return costs.step_const_s + costs.step_request_s * batch + costs.step_context_token_s * context_tokens
+
+
+CHUNK_SHARE = 0.5
+"""Of the time per token that the prompt part of one step may take."""
+CHUNK_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+
+
+def chunk_tokens(costs: StepCosts, tpot_s: float) -> int:
+    """Prompt tokens that one step should prefill at most, so that the answers that run get their tokens in time.
+
+    The engine's own default is sized for throughput: 8,192 tokens of a 70B model hold up every running answer for a third of
+    a second, and a short answer has no other tokens to make good for it.
+    """
+    fitting = [tokens for tokens in CHUNK_TOKENS if prefill_s(costs, tokens) <= CHUNK_SHARE * tpot_s]
+    return max(fitting, default=CHUNK_TOKENS[0])

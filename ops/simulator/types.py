@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.core.policy import Policy
+from profiles.costs import chunk_tokens
 from subjects.ids import ModelHash
 from subjects.messages import EngineType, ModelRecord, Sla, SlaClass, StepCosts
 
@@ -45,6 +46,11 @@ class SimModel:
         import hashlib
 
         return ModelHash(hashlib.sha256(self.name.encode()).hexdigest())
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prompt tokens per step, as a careful operator sets them; the same under every policy."""
+        return chunk_tokens(self.costs, self.tpot_s)
 
     def kv_bytes_alone(self, device_bytes: int = DEVICE_BYTES) -> int:
         """KV budget of a replica that has its devices to itself."""

@@ -354,6 +354,7 @@ class World:
             spec.costs,
             kv_pages=kv_bytes // (spec.kv_bytes_per_token * BLOCK_TOKENS),
             slots=spec.slots,
+            chunk_tokens=spec.chunk_tokens,
             factor=max(self.factors[model][number] for number in devices),
             number=self._numbers,
         )
