@@ -172,37 +172,42 @@ PULSE_47_S = 47.0
 TAIL_S = 1800.0
 
 
-def pulse_47s_workload(tail_s: float) -> Workload:
+def pulse_47s_workload(tail_s: float, at_s: float) -> Workload:
     """Two replicas' worth of an 8B for ever, three times that for 47 s; beside it two steady models. The dedicated split is
     that of the calm, from which a per-model autoscaler starts too."""
     low = _rps("8B", 2)
-    end_s = PULSE_47_AT_S + PULSE_47_S
+    end_s = at_s + PULSE_47_S
     lines = (
-        Steady(sim_model("8B", "pulsed"), ((0.0, low), (PULSE_47_AT_S, 3 * low), (end_s, low)), INPUTS, OUTPUTS),
+        Steady(sim_model("8B", "pulsed"), ((0.0, low), (at_s, 3 * low), (end_s, low)), INPUTS, OUTPUTS),
         Steady(sim_model("14B", "steady-a"), ((0.0, _rps("14B", 1)),), INPUTS, OUTPUTS),
         Steady(sim_model("3.8B", "steady-b"), ((0.0, _rps("3.8B", 1)),), INPUTS, OUTPUTS),
     )
     static = {"pulsed": 2, "steady-a": 1, "steady-b": 1}
-    return steady_workload("pulse-47s", lines, Window(0.0, PULSE_47_AT_S - 120.0, end_s + tail_s), 8, static, LoadLadder())
+    return steady_workload("pulse-47s", lines, Window(0.0, at_s - 120.0, end_s + tail_s), 8, static, LoadLadder())
 
 
 def pulse_47s(
-    seed: int, processes: int, say: Say, tail_s: float = TAIL_S, policies: Sequence[str] = ("carpool", "hpa", "static")
+    seed: int,
+    processes: int,
+    say: Say,
+    tail_s: float = TAIL_S,
+    at_s: float = PULSE_47_AT_S,
+    policies: Sequence[str] = ("carpool", "hpa", "static"),
 ) -> Figures:
     """What a pulse costs under each: its requests within SLO, when capacity came, what was held in the half hour after."""
     say(f"a pulse of {PULSE_47_S:g} s under {', '.join(policies)}")
-    parts = [Part(workload=pulse_47s_workload, arguments=(tail_s,), policy=policy, seed=seed) for policy in policies]
+    parts = [Part(workload=pulse_47s_workload, arguments=(tail_s, at_s), policy=policy, seed=seed) for policy in policies]
     figures: Figures = {"pulse_s": PULSE_47_S, "tail_s": tail_s}
-    end_s = PULSE_47_AT_S + PULSE_47_S
+    end_s = at_s + PULSE_47_S
     for policy, outcome in zip(policies, run_parts(parts, processes), strict=True):
         held = np.array(outcome.series.gpus, np.float64)
         times = np.array(outcome.series.time_s)
-        before = held[(times >= PULSE_47_AT_S - 120.0) & (times < PULSE_47_AT_S)].mean()
+        before = held[(times >= at_s - 120.0) & (times < at_s)].mean()
         tail = held[times >= end_s].mean()
         figures |= {
-            f"{policy}_within_slo_in_pulse": round(outcome.within_slo(outcome.among("pulsed", PULSE_47_AT_S, end_s)), 6),
-            f"{policy}_new_capacity_s": outcome.replicas_grow_s("pulsed", PULSE_47_AT_S),
-            f"{policy}_ttft_p99_in_pulse": outcome.ttft(outcome.among("pulsed", PULSE_47_AT_S, end_s), 0.99),
+            f"{policy}_within_slo_in_pulse": round(outcome.within_slo(outcome.among("pulsed", at_s, end_s)), 6),
+            f"{policy}_new_capacity_s": outcome.replicas_grow_s("pulsed", at_s),
+            f"{policy}_ttft_p99_in_pulse": outcome.ttft(outcome.among("pulsed", at_s, end_s), 0.99),
             f"{policy}_gpus_before": round(float(before), 3),
             f"{policy}_gpus_in_tail": round(float(tail), 3),
             f"{policy}_idle_tail_gpu_hours": round(float(max(0.0, tail - before)) * tail_s / 3600, 4),

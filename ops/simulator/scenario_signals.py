@@ -18,3 +18,11 @@ def forecast(seed: int, processes: int, say: Say) -> Figures:
             figures |= {f"{name}_{method}_{horizon}s": accuracy for method, accuracy in methods.items()}
         figures |= {f"{name}_below_{level}": share for level, share in found["below"].items()}
     return figures
+
+
+def twu_lead(seed: int, processes: int, say: Say) -> Figures:
+    """How long before congestion TWU warns, and utilisation at a level that is as quiet (``twu_report``)."""
+    from ops.simulator.twu_report import report
+
+    found = report(seed, say=say)
+    return {name: value for name, value in found.items() if isinstance(value, int | float) or value is None}
