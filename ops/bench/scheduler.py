@@ -195,8 +195,8 @@ class BigPool:
         return tick_s, total_s + tick_s
 
     def _demand(self, number: int, gateway: int, index: int) -> ModelDemand:
-        # The last models have no replica and wait in turns; some of the others have a queue now and then.
-        cold = index >= len(self.models) - self._cold
+        # The last models have no replica and wait in turns, a tenth of the others is idle, the rest has a queue now and then.
+        cold = index >= len(self.models) - self._cold or index % 10 == 9
         waits = (number + index) % 97 == 0 or (cold and (number // 20 + index) % 5 == 0)
         return ModelDemand(
             model_hash=self.models[index].model_hash,
