@@ -31,11 +31,14 @@ from ops.simulator.reality_client import Timed, ask, body
 from ops.simulator.reality_profile import ROUNDS, Profile, Served, measure_profile, measure_sharing
 from ops.simulator.traces.draws import stream
 from ops.simulator.types import GB, PoolSpec, SimModel, Trace, Window, Workload
+from profiles.costs import CHUNK_SHARE, prefill_s
 from subjects.errors import CarpoolError
 from subjects.ids import ReplicaId
 
 SMOL, RANDOM = "smollm2", "random-38m"
 SLOTS = 8
+STEP_TOKENS = 2048
+"""Prompt tokens that a step of the real engines prefills at most."""
 KV_BYTES = 400 * 1024 * 1024
 CONTEXT_TOKENS = 2048
 INPUT_TOKENS = (16, 512)
@@ -117,7 +120,16 @@ async def compare(
 def simulated_workload(profiles: dict[str, Profile], sharing: float, seconds: float) -> Workload:
     """The two served models as the simulator's, both on one device, and their load."""
     models = tuple(
-        SimModel(name=name, costs=profile.costs, weights_bytes=GB, kv_bytes_per_token=16_384, slots=SLOTS, min_replicas=1)
+        SimModel(
+            name=name,
+            costs=profile.costs,
+            weights_bytes=GB,
+            kv_bytes_per_token=16_384,
+            slots=SLOTS,
+            min_replicas=1,
+            # The target from which the simulator derives the same number of prompt tokens per step.
+            tpot_s=prefill_s(profile.costs, STEP_TOKENS) * 1.01 / CHUNK_SHARE,
+        )
         for name, profile in profiles.items()
     )
     return Workload(
@@ -305,7 +317,7 @@ def _service(name: str, source: Path) -> str:
         f"  source: {msgspec.json.encode(str(source)).decode()}\n"
         "  strategy: {min_replicas: 1, pinned: true, max_wait_s: 280}\n"
         f"  engine: {{type: vllm, dtype: bfloat16, max_num_seqs: {SLOTS}, max_context_len: {CONTEXT_TOKENS}, "
-        f"kv_cache_bytes: {KV_BYTES}}}\n"
+        f"kv_cache_bytes: {KV_BYTES}, options: {{max_num_batched_tokens: {STEP_TOKENS}}}}}\n"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ops.simulator.reality import BURST, comparisons, drawn_load, simulate, simulated_workload
+from ops.simulator.reality import BURST, SLOTS, STEP_TOKENS, comparisons, drawn_load, simulate, simulated_workload
 from ops.simulator.reality_client import Timed
 from ops.simulator.reality_profile import DecodePoint, PrefillPoint, Profile, fit, together, trimmed_median
 from subjects.messages import StepCosts
@@ -100,6 +100,13 @@ def test_simulated_side_shows_what_the_profile_says_of_a_request_alone() -> None
     steps_s = sum(COSTS.step_const_s + COSTS.step_request_s + COSTS.step_context_token_s * n for n in (101, 102))
     assert times.ttft_s[0] == pytest.approx(0.01 + prefill_s)
     assert times.completion_s[0] == pytest.approx(0.01 + prefill_s + steps_s + 0.001, rel=1e-3)
+
+
+def test_simulated_engines_prefill_as_many_tokens_per_step_as_the_real_ones() -> None:
+    """How long prompts hold up running answers is part of what is compared."""
+    made = simulated_workload({"a": profile_of(COSTS), "b": profile_of(COSTS)}, 1.5, 10.0)
+    assert [model.chunk_tokens for model in made.models] == [STEP_TOKENS, STEP_TOKENS]
+    assert [model.slots for model in made.models] == [SLOTS, SLOTS]
 
 
 def test_comparison_has_both_quantities_at_both_quantiles_per_model() -> None:
