@@ -5,7 +5,9 @@ its policy, the gateway's ledger and admission) and ``workers.core`` (agents, wh
 events, the engines, the traces, the yardsticks to compare with (``policies``), and the reports. All is drawn from one seed.
 
 - ``types``: models, traces, workloads, pools, results. ``workloads``: the fixed ones. ``traces``: readers and samplers.
-- ``engine``: continuous batching that advances from event to event. ``world``: the heap, and the cores wired to it.
+- ``engine``: continuous batching that advances from event to event. ``device``: devices that engines share.
+- ``world``: the heap and the clock, requests, ``queueing`` and ``replicas``. ``control``: the scheduler's and the agents'
+  cores on it, ``link`` for loads from afar. ``run``: one run, under ``options``.
 - ``metrics``, ``report``, ``suite``: what a run says of itself.
 - ``policies``: baselines, the clairvoyant oracle; ``bound``: what no schedule can go below.
 """

@@ -186,7 +186,10 @@ class Control:
         self._scheduler(BusRoundTripMade())
         self._scheduler(Ticked(unix_s=now_s))
         self._meter.sample(world)
-        world.at(self._began_s + self._ticks * world.options.tick_s, self._tick)
+        if now_s < self._meter.window.end_s:
+            world.at(self._began_s + self._ticks * world.options.tick_s, self._tick)
+        else:
+            world.at(now_s + world.options.tail_tick_s, self._tick)
 
     def _after(self, action: Callable[[], None]) -> None:
         self._world.at(self._world.now_s + self._world.options.bus_s, action)

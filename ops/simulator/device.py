@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from ops.simulator.engine import Engine
 from ops.simulator.traces.draws import stream
 
 SHARED_EFFICIENCY = 0.97
-"""While k engines of one device have work at once, each runs at this over k: time slices without any gain, at a cost."""
+"""What is left of a device's time while several engines have work at once: taking turns has no gain, and a cost."""
+PACE_SHARE = 0.5
+"""An engine that only decodes lets its neighbours go first while its steps come at least this often, as a share of the time
+per token that its model promises (ops/decisions/0008)."""
 
 
 class SimDevice:
@@ -21,7 +22,7 @@ class SimDevice:
     def __init__(self, number: int, efficiency: float = SHARED_EFFICIENCY) -> None:
         self.number = number
         self.efficiency = efficiency
-        """While k engines have work at once, each runs at this over k."""
+        """What several engines at work share out among them."""
         self.engines: list[Engine] = []
         self.busy_s = 0.0
         """Time in which an engine worked, up to ``busy_since_s``."""
@@ -47,14 +48,26 @@ class SimDevice:
         self.holds += change
 
 
-def share(devices: tuple[SimDevice, ...]) -> float:
-    """The rate of an engine that has work on all of ``devices``: that of the most crowded one."""
+def share(engine: Engine, devices: tuple[SimDevice, ...]) -> float:
+    """The rate of an engine that has work on all of ``devices``: what the most crowded one leaves it."""
     rate = 1.0
     for device in devices:
-        count = len(device.engines)
-        if count > 1:
-            rate = min(rate, device.efficiency / count)
+        if len(device.engines) > 1:
+            rate = min(rate, _part(device, engine))
     return rate
+
+
+def _part(device: SimDevice, engine: Engine) -> float:
+    """Everybody gets what it wants, or as much as everybody else who wants more; what nobody wants is shared out equally."""
+    wants = sorted(other.want for other in device.engines)
+    count = len(wants)
+    left = device.efficiency
+    for number, want in enumerate(wants):
+        fair = left / (count - number)
+        if want > fair:
+            return engine.want if engine.want < want else fair
+        left -= want
+    return engine.want + left / count
 
 
 def began(
@@ -65,7 +78,7 @@ def began(
         if not device.engines:
             device.busy_since_s = now_s
         device.engines.append(engine)
-    engine.set_rate(now_s, share(devices))
+    engine.set_rate(now_s, share(engine, devices))
     return _others(now_s, engine, devices, devices_of)
 
 
@@ -80,6 +93,14 @@ def ended(
     return _others(now_s, engine, devices, devices_of)
 
 
+def wants(
+    now_s: float, engine: Engine, devices: tuple[SimDevice, ...], devices_of: Callable[[Engine], tuple[SimDevice, ...]]
+) -> list[Engine]:
+    """``engine`` wants more or less than before. Returns the others whose rate changed."""
+    engine.set_rate(now_s, share(engine, devices))
+    return _others(now_s, engine, devices, devices_of)
+
+
 def _others(
     now_s: float, engine: Engine, devices: tuple[SimDevice, ...], devices_of: Callable[[Engine], tuple[SimDevice, ...]]
 ) -> list[Engine]:
@@ -88,7 +109,7 @@ def _others(
         for other in device.engines:
             if other is engine or other in changed:
                 continue
-            rate = share(devices_of(other))
+            rate = share(other, devices_of(other))
             if rate != other.rate:
                 other.set_rate(now_s, rate)
                 changed.append(other)
@@ -96,11 +117,16 @@ def _others(
 
 
 def error_factors(seed: int, models: int, devices: int, sigma: float) -> list[list[float]]:
-    """By model and device, how many times longer everything takes than the profile says: lognormal with median 1.
+    """By model and device, how many times longer everything takes than the profile says: about lognormal, with median 1.
 
-    Rounded to six digits, so that the last bit of a machine's ``exp`` changes nothing.
+    Made of additions and products alone, which are the same on every machine: the sum of twelve uniform draws less six is
+    normal enough, and the quotient of two short polynomials (Pade) is ``exp`` to five digits where it is needed.
     """
-    if sigma == 0.0:
-        return [[1.0] * devices for _ in range(models)]
-    drawn = np.exp(sigma * stream(seed, "device-error").standard_normal((models, devices)))
-    return [[round(float(value), 6) for value in row] for row in drawn]
+    uniform = stream(seed, "device-error").random((12, models, devices))
+    normal = uniform[0] - 6.0
+    for draws in uniform[1:]:
+        normal = normal + draws
+    x = sigma * normal
+    even, odd = 1.0 + x * x / 12.0, x / 2.0
+    factors: list[list[float]] = ((even + odd) / (even - odd)).tolist()
+    return factors

@@ -41,7 +41,7 @@ class Meter:
     """Listens while a run goes on. Everything counts only inside the window."""
 
     def __init__(self, workload: Workload, window: Window, points_max: int, tick_s: float) -> None:
-        self._window = window
+        self.window = window
         self.series = Series(models=tuple(model.name for model in workload.models))
         ticks = (window.end_s - window.warmup_s) / tick_s
         self._every = max(1, -(-int(ticks) // points_max))
@@ -55,7 +55,7 @@ class Meter:
         self.alerts = 0
 
     def _inside(self, at_s: float) -> bool:
-        return self._window.begin_s <= at_s < self._window.end_s
+        return self.window.begin_s <= at_s < self.window.end_s
 
     def load_began(self, now_s: float) -> None:
         """A load began: a switch."""
@@ -96,7 +96,7 @@ class Meter:
     def sample(self, world: World) -> None:
         """Once each tick."""
         self._ticks += 1
-        if (self._ticks - 1) % self._every or world.now_s > self._window.end_s:
+        if (self._ticks - 1) % self._every or world.now_s > self.window.end_s:
             return
         held, busy = _device_time(world)
         held_s, busy_s = held - self._last[0], busy - self._last[1]

@@ -26,6 +26,8 @@ class RunOptions:
     """Spread of the factor per model and device by which everything takes longer or shorter than the profile says."""
     tick_s: float = 0.2
     """Cadence of telemetry and decisions."""
+    tail_tick_s: float = 1.0
+    """The same once the window is over: nothing arrives then, and device time does not count any more."""
     bus_s: float = 0.002
     """From one process to another."""
     unload_s: float = 0.1
