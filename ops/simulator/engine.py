@@ -17,6 +17,7 @@ Times inside are *work seconds*: seconds of an engine that has its devices for i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from heapq import heappop, heappush
 from math import inf, sqrt
@@ -26,6 +27,9 @@ from subjects.messages import StepCosts
 
 CHUNK_TOKENS = 8192
 """Prompt tokens that one step prefills at most: vLLM's default ``max_num_batched_tokens`` for a server on an H100."""
+
+WANTS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.0)
+"""What an engine can ask of its devices' time, in steps, so that its neighbours' rates do not change at every request."""
 
 
 class Sequence:
@@ -79,6 +83,7 @@ class Engine:
         "_finishes",
         "_first_w",
         "_order",
+        "_pace_s",
         "_phases",
         "_prefill_pages",
         "_prefill_token2_s",
@@ -104,6 +109,7 @@ class Engine:
         "rate",
         "slots",
         "version",
+        "want",
     )
 
     def __init__(
@@ -116,19 +122,24 @@ class Engine:
         block_tokens: int = BLOCK_TOKENS,
         factor: float = 1.0,
         number: int = 0,
+        pace_s: float = 0.0,
     ) -> None:
-        """``factor`` multiplies all times: how far this device is from its profile."""
+        """``factor`` multiplies all times: how far this device is from its profile. While it only decodes, a step each
+        ``pace_s`` is all that it asks for beside others; 0: it always asks for all."""
         self.number = number
         """The caller's; breaks ties."""
         self.kv_pages = kv_pages
         self.slots = slots
         self._chunk = chunk_tokens
+        self._pace_s = pace_s
         self._block = block_tokens
         self._const_s = costs.step_const_s * factor
         self._request_s = costs.step_request_s * factor
         self._context_token_s = costs.step_context_token_s * factor
         self._prefill_token_s = costs.prefill_token_s * factor
         self._prefill_token2_s = costs.prefill_token2_s * factor
+        self.want = 1.0
+        """Share of its devices' time that it asks for, one of ``WANTS``."""
         self.rate = 1.0
         self.end_s = inf
         """When :meth:`step` is due; infinite while there is nothing to do."""
@@ -321,6 +332,7 @@ class Engine:
                 if not left:
                     break
             self._prefills = prefills
+            self.want = 1.0
             steps = 1
             self._slope_w = 0.0
         elif batch:
@@ -330,6 +342,7 @@ class Engine:
             steps = finishes[0][0] - self._steps
             if room < batch * (steps + block):
                 steps = self._steps_with_pages(steps)
+            self.want = WANTS[bisect_left(WANTS, first_w / self._pace_s)] if first_w < self._pace_s else 1.0
             slope_w = self._slope_w = self._context_token_s * batch
             seg_w = steps * first_w + slope_w * (steps * (steps - 1) * 0.5)
         else:

@@ -33,6 +33,7 @@ class SimReplica:
         "ready",
         "replica",
         "slots",
+        "want",
         "weight",
         "working",
     )
@@ -54,6 +55,8 @@ class SimReplica:
         self.weight = 1.0
         self.ready = False
         self.draining = False
+        self.want = 1.0
+        """What its devices know of its engine's ``want``."""
         self.working = False
         """Whether its devices count it among the engines that have work."""
         self.last_used_s = 0.0

@@ -117,7 +117,10 @@ class PoolSpec:
     """Host memory of a node for weights."""
     models_per_device_max: int = 4
     shared_efficiency: float = 0.97
-    """While k engines of one device have work at once, each runs at this over k: below 1, time slices without any gain."""
+    """What is left of a device's time while several engines have work at once."""
+    takes_turns: bool = True
+    """Whether engines that share a device let each other go first by what their answers need (ops/decisions/0008); else each
+    of k at work gets 1/k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

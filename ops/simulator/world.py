@@ -14,7 +14,7 @@ from math import inf
 
 from broker.core.admission import yields_at_s
 from broker.core.demand import DemandLedger, within_slo
-from ops.simulator.device import SimDevice, began, ended, error_factors
+from ops.simulator.device import PACE_SHARE, SimDevice, began, ended, error_factors, wants
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions
 from ops.simulator.queueing import CLASSES, Live, ModelQueue
@@ -134,6 +134,10 @@ class World:
 
     def _push(self, replica: SimReplica) -> None:
         engine = replica.engine
+        if engine.want != replica.want and replica.working:
+            replica.want = engine.want
+            for other in wants(self.now_s, engine, replica.devices, self._devices_of):
+                self._push(self.replica_of[other.number])
         if engine.version != replica.pushed and engine.end_s < inf:
             replica.pushed = engine.version
             self._ties += 1
@@ -357,6 +361,7 @@ class World:
             chunk_tokens=spec.chunk_tokens,
             factor=max(self.factors[model][number] for number in devices),
             number=self._numbers,
+            pace_s=spec.tpot_s * PACE_SHARE if self.workload.pool.takes_turns else 0.0,
         )
         replica = SimReplica(self._numbers, replica_id, model, places, engine, kv_bytes)
         replica.last_used_s = self.now_s
