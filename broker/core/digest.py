@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from broker.core.planning import Outlook
-from broker.core.pool import Pool, Presence
+from broker.core.pool import Pool, Presence, Replica
 from broker.core.scheduler_events import PublishDigest, SchedulerSettings
 from subjects.ids import ReplicaId
 from subjects.messages import (
@@ -18,6 +18,9 @@ from subjects.messages import (
     SlaClass,
     TimelineEntry,
 )
+
+DEAD_TOLD_MAX = 256
+"""So many of the dead, the latest ones, are told to everybody; a successor gets all."""
 
 
 class DigestBuilder:
@@ -35,8 +38,10 @@ class DigestBuilder:
         """Grows with every change of the timeline."""
         self._timeline: dict[int, TimelineEntry] = {}
         self._restored: tuple[TimelineEntry, ...] = ()
+        self._lifted: tuple[tuple[int, float], tuple[TimelineEntry, ...]] | None = None
         self._published_s: float | None = None
         self._weights: dict[ReplicaId, float] = {}
+        self._told: dict[ReplicaId, PoolReplica] = {}
         self.latest: PoolDigest | None = None
 
     def restore(self, digest: PoolDigest) -> None:
@@ -45,6 +50,7 @@ class DigestBuilder:
             # Somebody else led since our last one. What they tell begins with what we had told them.
             self._sequence = digest.sequence
             self._timeline.clear()
+            self._lifted = None
             self._restored = tuple(
                 entry if entry.outcome else msgspec.structs.replace(entry, outcome="leader changed")
                 for entry in digest.timeline[-self._settings.timeline_entries_max :]
@@ -98,10 +104,14 @@ class DigestBuilder:
 
     def timeline(self, unix_offset_s: float) -> tuple[TimelineEntry, ...]:
         """Oldest first, in wall-clock time."""
-        ours = tuple(
-            msgspec.structs.replace(entry, at_unix_s=entry.at_unix_s + unix_offset_s) for entry in self._timeline.values()
-        )
-        return (self._restored + ours)[-self._settings.timeline_entries_max :]
+        key = (self.notes, unix_offset_s)
+        if self._lifted is None or self._lifted[0] != key:
+            ours = tuple(
+                msgspec.structs.replace(entry, at_unix_s=entry.at_unix_s + unix_offset_s)
+                for entry in self._timeline.values()
+            )
+            self._lifted = (key, (self._restored + ours)[-self._settings.timeline_entries_max :])
+        return self._lifted[1]
 
     def is_due(self, now_s: float) -> bool:
         """Whether the last digest has grown old."""
@@ -112,19 +122,8 @@ class DigestBuilder:
     ) -> PublishDigest:
         """The digest of this moment."""
         self._weights = {replica: w for replica, w in self._weights.items() if replica in self._pool.replicas}
-        replicas = tuple(
-            PoolReplica(
-                replica=replica.replica,
-                model_hash=replica.report.model_hash,
-                worker=replica.worker,
-                device=replica.report.device,
-                state=self._state(replica.replica, replica.report.state),
-                suspect=self._pool.workers[replica.worker].presence is Presence.SUSPECT,
-                weight=self._weights.get(replica.replica, 1.0),
-            )
-            for replica in sorted(self._pool.replicas.values(), key=lambda r: r.replica)
-            if not replica.dead
-        )
+        known, self._told = self._told, {}
+        replicas = tuple([self._tell(replica, known) for replica in self._pool.replicas_in_order() if not replica.dead])
         demand = self._pool.demand(now_s)
         models = tuple(
             PoolModel(
@@ -145,9 +144,30 @@ class DigestBuilder:
             sequence=self._sequence,
             replicas=replicas,
             models=models,
-            dead=tuple(self._pool.dead),
+            dead=tuple(self._pool.dead)[-DEAD_TOLD_MAX:],
         )
-        return PublishDigest(self.latest, self.timeline(unix_offset_s))
+        stored = msgspec.structs.replace(self.latest, dead=tuple(self._pool.dead), timeline=self.timeline(unix_offset_s))
+        return PublishDigest(self.latest, stored)
+
+    def _tell(self, replica: Replica, known: dict[ReplicaId, PoolReplica]) -> PoolReplica:
+        """A replica's row: the same object as long as it says the same."""
+        report = replica.report
+        state = self._state(report.replica, report.state)
+        suspect = self._pool.workers[replica.worker].presence is Presence.SUSPECT
+        weight = self._weights.get(report.replica, 1.0)
+        row = known.get(report.replica)
+        if row is None or row.state is not state or row.suspect is not suspect or row.weight != weight:
+            row = PoolReplica(
+                replica=report.replica,
+                model_hash=report.model_hash,
+                worker=replica.worker,
+                device=report.device,
+                state=state,
+                suspect=suspect,
+                weight=weight,
+            )
+        self._told[report.replica] = row
+        return row
 
     def _state(self, replica: ReplicaId, state: ReplicaState) -> ReplicaState:
         leaves = replica in self._pool.leaving and state is ReplicaState.READY

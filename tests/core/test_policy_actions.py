@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from broker.core.placement import SchedulerCore
 from broker.core.policy import (
     Action,
     Arrivals,
     Decision,
     PoolView,
+    ResizeReplicaKv,
+    SetReplicaConcurrency,
     StartReplica,
     StopReplica,
 )
 from broker.core.scheduler_events import (
+    AppendJournal,
+    BusRoundTripMade,
     IngressReported,
+    JournalRestored,
     LeadershipGained,
+    ModelApplied,
+    ModelLocked,
+    ModelUnlocked,
+    ModeSet,
+    OperationSeen,
     RegistryLoaded,
     SchedulerCommand,
     SchedulerSettings,
+    SendCommand,
     WorkerReported,
 )
 from profiles.budget import with_kv
@@ -31,14 +44,22 @@ from subjects.messages import (
     IngressTelemetry,
     Lane,
     LoadModel,
+    Mode,
     ModelDemand,
     ModelRecord,
+    OperationEnded,
     ReplicaReport,
     ReplicaState,
+    ResizeKv,
+    SetConcurrency,
     SlaClass,
+    StepSent,
+    TransactionBegan,
+    TransactionEnded,
+    UnloadReplica,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, model_hash
+from tests.core.scheduler_world import GIB, model_hash, record
 from tests.core.test_placement import A, B, Bench, commands
 
 W = WorkerId("w-0000000001")
@@ -69,7 +90,9 @@ class Pool(Bench):
         wakes_cold_models: bool = False,
         settings: SchedulerSettings | None = None,
         linked: bool = True,
-        runs: dict[str, int] | None = None,
+        runs: dict[DeviceId, int] | None = None,
+        memory_bytes: int = 4 * GIB,
+        leads: bool = True,
     ) -> None:
         super().__init__(*records, settings=settings, leads=False)
         self.policy = Scripted(wakes_cold_models=wakes_cold_models)
@@ -77,11 +100,14 @@ class Pool(Bench):
         self.linked = linked
         self.runs = runs
         """Where devices need blocks: the largest free run of each that is named."""
+        self.memory_bytes = memory_bytes
         self.there: list[ReplicaReport] = []
+        self.step(BusRoundTripMade())
         self.step(RegistryLoaded(records))
-        self.step(LeadershipGained(7))
-        self.tell()
-        self.tick(0.6)
+        if leads:
+            self.step(LeadershipGained(7))
+            self.tell()
+            self.tick(0.6)
 
     def tell(self) -> list[SchedulerCommand]:
         """The worker says what it has."""
@@ -90,7 +116,7 @@ class Pool(Bench):
             DeviceReport(
                 device=gpu,
                 kind=DeviceKind.GPU,
-                memory_bytes=4 * GIB,
+                memory_bytes=self.memory_bytes,
                 reserved_bytes=sum(r.budget_bytes for r in self.there if gpu in (r.device, *r.peers)),
                 device_type="h100-80gb",
                 link="nv0" if self.linked else "",
@@ -127,16 +153,40 @@ class Pool(Bench):
             state=state,
             budget_bytes=int(gib * GIB),
             slots=8,
+            idle_s=100.0,
+            state_s=100.0,
             peers=peers,
             kv_bytes=kv_bytes,
         )
         self.there.append(found)
         return found.replica
 
-    def decide(self, *actions: Action, **more: object) -> list[SchedulerCommand]:
-        """The policy's decision at its next look."""
+    def decide(self, *actions: Action, **more: object) -> list[object]:
+        """The policy's decision at its next look, and what agents are told."""
         self.policy.next = Decision(actions, **more)  # type: ignore[arg-type]
-        return commands(self.tick(0.2))  # type: ignore[return-value]
+        return commands(self.tick(0.2))
+
+    def end(self, command: object, *, failure: str = "", replica: str = "") -> list[object]:
+        """Its agent ends a command; what agents are told then."""
+        event = OperationEnded(
+            worker=W,
+            operation=command.operation,  # type: ignore[attr-defined]
+            replica=ReplicaId(replica) if replica else None,
+            failure=failure,
+        )
+        return commands(self.step(OperationSeen(event)))
+
+    def gone(self, replica: ReplicaId) -> None:
+        """Its agent does not list it any more."""
+        self.there = [report for report in self.there if report.replica != replica]
+
+    def dropped(self) -> list[str]:
+        """Why actions of the last decision were not carried out."""
+        return [why for _, why in self.core.actions.dropped]
+
+    def advice(self) -> list[tuple[str, str]]:
+        """Models and texts of what was only advised."""
+        return [(entry.model, entry.reason) for entry in self.digest.timeline if entry.action == "advice"]
 
     @property
     def view(self) -> PoolView:
@@ -229,3 +279,372 @@ def test_an_interrupted_replica_does_not_finish_its_requests() -> None:
     assert pool.core.actions.dropped == ()
     pool.tick(0.2)
     assert (pool.view.models[A.model_hash].leaving, pool.view.models[A.model_hash].replicas) == (1, ())
+
+
+# ------------------------------------------------------------------------------------------------------------- the checks
+
+
+def test_what_cannot_be_carried_out_is_dropped_with_its_reason() -> None:
+    """A decision is old when it is carried out: no room, no such device, a victim that stays (SCH-1, SCH-11)."""
+    big, pinned, floor = record("big", 5.0), record("p", pinned=True), record("f", min_replicas=1)
+    pool = Pool(A, B, big, pinned, floor)
+    p, f, b = pool.has("p", 0), pool.has("f", 1), pool.has("b", 2, gib=3.5)
+    pool.tell()
+    told = pool.decide(
+        start("big", 3),
+        start("a", 0, victims=(p,)),
+        start("a", 1, victims=(f,)),
+        start("a", 3, victims=(b,)),
+        start("a", 2),
+        start("a", 0, 1),
+        StopReplica(p, "because"),
+        StopReplica(ReplicaId("nobody"), "because"),
+        StartReplica(model_hash("unknown"), ((W, GPUS[0]),), "because"),
+        StartReplica(A.model_hash, ((W, DeviceId("gpu9")),), "because"),
+    )
+    assert told == []
+    assert pool.dropped() == [
+        "big needs 5.0 GiB on gpu3, 4.0 GiB are to be had",
+        f"{p} is pinned, locked or needed for a minimum",
+        f"{f} is pinned, locked or needed for a minimum",
+        f"{b} is not on those devices",
+        "a needs 1.0 GiB on gpu2, 512.0 MiB are to be had",
+        "a spans 1 devices, not these 2",
+        f"{p} is pinned, locked or needed for a minimum",
+        "nobody is not there",
+        "nobody applied that model",
+        "one of the devices is not known",
+    ]
+
+
+def test_two_models_share_a_device_at_most() -> None:
+    """The default of SCH-3; who wants a device for itself gets it empty or not at all."""
+    a, b, c, d = (record(name, 0.5) for name in "abcd")
+    alone = record("e", 0.5, allow_co_location=False)
+    pool = Pool(a, b, c, d, alone)
+    pool.has("a", 0, gib=0.5)
+    pool.has("b", 0, gib=0.5)
+    pool.tell()
+    loads = pool.decide(start("c", 0), start("e", 1), start("d", 1), start("c", 2))
+    assert [(load.record.name, load.device) for load in loads if isinstance(load, LoadModel)] == [
+        ("e", GPUS[1]),
+        ("c", GPUS[2]),
+    ]
+    assert pool.dropped() == [
+        "gpu0 has 2 other models, at most 2 may share it",
+        "d or a model on gpu1 wants its device for itself",
+    ]
+
+
+def test_the_sum_of_free_bytes_is_no_block() -> None:
+    """75 % used, the largest free run 1.8 GB, a model that needs 2.1 GB: refused, although the sum is free (SCH-1)."""
+    gb = 10**9 / GIB
+    needs = record("needs", 2.1 * gb)
+    pool = Pool(record("a", pinned=True), needs, runs=dict.fromkeys(GPUS, int(1.8 * 10**9)), memory_bytes=10 * 10**9)
+    first = pool.has("a", 0, gib=5.0 * gb)
+    for gpu in range(4):
+        pool.has("a", gpu, gib=2.5 * gb, replica=f"a-{gpu}-00000000bb")
+        pool.has("a", gpu, gib=2.5 * gb if gpu == 0 else 5.0 * gb, replica=f"a-{gpu}-00000000cc")
+    pool.gone(first)
+    pool.tell()
+    device = pool.core.pool.device(W, GPUS[1])
+    assert device is not None and pool.core.pool.room(device).free_planned_bytes == int(2.5 * 10**9)
+    assert pool.decide(start("needs", 1)) == []
+    assert pool.dropped() == ["needs needs 2.0 GiB on gpu1, 1.7 GiB are to be had"]
+    pool.tick(0.2)
+    assert pool.view.devices[(W, GPUS[1])].largest_free_bytes == int(1.8 * 10**9)
+    # The base rules see the same: nobody may leave.
+    pool.core.policy = None
+    assert commands(pool.demand(needs=0.2)) == []
+
+
+# ----------------------------------------------------------------------------------------------------- over several devices
+
+
+def test_a_replica_spans_linked_devices_of_one_worker() -> None:
+    """Its budget is promised on each device and the load names them all; what is not linked is refused (SCH-3)."""
+    wide = record("wide", 3.0, gpus=2, max_replicas=4)
+    pool = Pool(A, wide)
+    pool.has("a", 1, gib=2.0)
+    pool.tell()
+    (load,) = pool.decide(start("wide", 2, 3), start("wide", 0, 0), start("wide", 0, 1), start("wide", 0, 3))
+    assert isinstance(load, LoadModel)
+    assert (load.device, load.peers) == (GPUS[2], (GPUS[3],))
+    assert pool.dropped() == [
+        "wide spans 2 devices, not these 2",
+        "wide needs 3.0 GiB on gpu1, 2.0 GiB are to be had",
+        "wide needs 3.0 GiB on gpu3, 1.0 GiB are to be had",
+    ]
+    pool.tick(0.2)
+    (view,) = pool.view.models[wide.model_hash].replicas
+    assert view.devices == ((W, GPUS[2]), (W, GPUS[3]))
+    assert [pool.view.devices[(W, gpu)].free_planned_bytes for gpu in GPUS] == [4 * GIB, 2 * GIB, GIB, GIB]
+    assert [pool.view.devices[(W, gpu)].loads_coming for gpu in GPUS] == [0, 0, 1, 1]
+    loose = Pool(wide, linked=False)
+    assert loose.decide(start("wide", 2, 3)) == []
+    assert loose.dropped() == ["the devices are not linked with each other"]
+
+
+def test_victims_of_a_wide_replica_leave_all_its_devices_first() -> None:
+    """Both victims are drained and unloaded before the load is sent (SCH-8)."""
+    wide = record("wide", 4.0, gpus=2)
+    pool = Pool(A, B, wide)
+    a, b = pool.has("a", 0), pool.has("b", 1)
+    pool.tell()
+    drains = pool.decide(start("wide", 0, 1, victims=(a, b)))
+    assert [drain.replica for drain in drains if isinstance(drain, DrainReplica)] == [a, b]
+    unloads = [command for drain in drains for command in pool.end(drain)]
+    assert [type(unload) for unload in unloads] == [UnloadReplica, UnloadReplica]
+    pool.gone(a)
+    assert pool.end(unloads[0]) == []
+    pool.gone(b)
+    (load,) = pool.end(unloads[1])
+    assert isinstance(load, LoadModel) and (load.device, load.peers) == (GPUS[0], (GPUS[1],))
+
+
+def test_the_base_rules_place_a_wide_model_and_say_when_they_never_can() -> None:
+    """In free room on the devices that it fits best; by eviction where the least is lost; else a refusal (SCH-1)."""
+    wide, wider = record("wide", 3.0, gpus=2), record("wider", 1.0, gpus=8)
+    pool = Pool(A, B, wide, wider, wakes_cold_models=True)
+    pool.has("a", 0, gib=1.0)
+    pool.tell()
+    (load,) = commands(pool.demand(wide=0.2))
+    assert isinstance(load, LoadModel) and (load.device, load.peers) == (GPUS[0], (GPUS[1],))
+    pool.demand(wider=0.2)
+    pool.tick(1.1)
+    assert pool.refusal("wider") == "needs 8 linked devices of 1.0 GiB, no worker has more than 4"
+    full = Pool(A, B, wide, wakes_cold_models=True)
+    for gpu in (0, 1, 2):
+        full.has("a" if gpu else "b", gpu, gib=2.0)
+    full.has("wide-not", 3, gib=4.0)
+    full.step(ModelApplied(record("wide-not", 4.0, pinned=True)))
+    full.tell()
+    victims = [
+        command.replica for command in commands(full.demand(wide=0.2, b=(1, 0.0))) if isinstance(command, DrainReplica)
+    ]
+    assert victims == ["a-1-00000000aa", "a-2-00000000aa"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- changes
+
+
+def test_kv_moves_from_one_resident_to_the_other() -> None:
+    """One shrinks at once, the other grows when the room is there; independent ones run side by side (SCH-8, SCH-13)."""
+    a, b = record("a", 2.0), record("b", 2.0)
+    pool = Pool(a, b)
+    ra = pool.has("a", 0, gib=2.0, kv_bytes=a.kv_bytes)
+    rb = pool.has("b", 0, gib=2.0, kv_bytes=b.kv_bytes)
+    rc = pool.has("a", 1, gib=2.0, replica="a-1-00000000cc", kv_bytes=a.kv_bytes)
+    pool.tell()
+    less, more = a.kv_bytes // 2, b.kv_bytes + a.kv_bytes // 2
+    told = pool.decide(
+        ResizeReplicaKv(ra, less, "because"),
+        ResizeReplicaKv(rb, more, "because"),
+        SetReplicaConcurrency(rc, 3, "because"),
+        ResizeReplicaKv(ra, less // 2, "because"),
+    )
+    assert [command.replica for command in told if isinstance(command, ResizeKv | SetConcurrency)] == [ra, rc]
+    assert isinstance(told[0], ResizeKv) and isinstance(told[1], SetConcurrency)
+    assert pool.dropped() == [f"{ra} is being changed already"]
+    (grow,) = pool.end(told[0])
+    assert isinstance(grow, ResizeKv) and (grow.replica, grow.kv_bytes) == (rb, more)
+    assert pool.end(grow) == [] and pool.end(told[1]) == []
+    assert not pool.core.transactions.running
+    pool.tick(0.2)
+    views = {view.replica: (view.kv_bytes, view.budget_bytes) for view in pool.view.models[b.model_hash].replicas}
+    assert views[rb] == (more, with_kv(b, more).budget_bytes)
+    assert pool.view.devices[(W, GPUS[0])].free_planned_bytes == 0
+    outcomes = [(entry.action, entry.outcome) for entry in pool.digest.timeline]
+    assert outcomes == [("resize", "done"), ("resize", "done"), ("concurrency", "done")]
+
+
+def test_a_change_that_its_engine_refuses_changes_nothing() -> None:
+    """The agent's reason is in the timeline, and the room is as before."""
+    pool = Pool(A)
+    replica = pool.has("a", 0, kv_bytes=A.kv_bytes)
+    pool.tell()
+    (resize,) = pool.decide(ResizeReplicaKv(replica, 2 * A.kv_bytes, "because"))
+    pool.tick(0.2)
+    assert pool.view.devices[(W, GPUS[0])].free_planned_bytes == 3 * GIB - A.kv_bytes
+    pool.end(resize, failure="resize-kv is not offered by this engine")
+    pool.tick(0.2)
+    assert pool.view.devices[(W, GPUS[0])].free_planned_bytes == 3 * GIB
+    assert pool.digest.timeline[-1].outcome == "failed: resize-kv is not offered by this engine"
+    # One that never gets its room is given up.
+    pool.decide(ResizeReplicaKv(replica, 2 * A.kv_bytes, "because"))
+    pool.gone(replica)
+    pool.tell()
+    assert not pool.core.transactions.running
+    assert f"failed: {replica} is gone" in [entry.outcome for entry in pool.digest.timeline]
+
+
+def test_a_load_that_is_not_wanted_any_more_is_taken_back() -> None:
+    """One that loads is unloaded and no fault of its model; one that waits for its device is not begun."""
+    pool = Pool(A, B)
+    (load,) = pool.decide(start("a", 0), start("b", 0))
+    assert isinstance(load, LoadModel)
+    coming = pool.has("a", 0, state=ReplicaState.LOADING, replica=f"{load.replica_name}-00000000aa")
+    pool.tell()
+    waiting = pool.view.models[B.model_hash]
+    pool.tick(0.2)
+    (promised,) = pool.view.models[B.model_hash].replicas
+    (unload,) = pool.decide(StopReplica(promised.replica, "because"), StopReplica(coming, "because"))
+    assert isinstance(unload, UnloadReplica) and unload.force and unload.replica == coming
+    pool.end(load, failure="unloaded before it was ready", replica=coming)
+    pool.gone(coming)
+    pool.end(unload)
+    pool.tell()
+    pool.tick(0.2)
+    assert [pool.view.models[m].replicas for m in (A.model_hash, B.model_hash)] == [(), ()]
+    assert pool.view.models[A.model_hash].may_load and waiting.may_load
+    assert pool.alerts() == []
+
+
+# ---------------------------------------------------------------------------------------------------------- people's word
+
+
+def test_a_model_that_may_not_be_acted_on_is_only_advised_about() -> None:
+    """In the modes observe and advise nothing is done, and what would be is published once in a while (SCH-11)."""
+    watched = record("a", mode=Mode.ADVISE)
+    pool = Pool(watched, B)
+    a, b = pool.has("a", 0), pool.has("b", 1)
+    pool.tell()
+    assert not pool.policy.views[-1].models[watched.model_hash].may_act
+    actions = (StopReplica(a, "cold"), start("b", 0, victims=(a,)), SetReplicaConcurrency(a, 2, "hot"))
+    assert pool.decide(*actions) == []
+    assert pool.dropped() == [
+        "advice only: a may not be acted on",
+        "b has 1 of at most 1 replicas",
+        "advice only: a may not be acted on",
+    ]
+    for _ in range(5):
+        pool.decide(*actions)
+    assert pool.advice() == [("a", "would unload: cold"), ("a", f"would concurrency: hot; {a} would run 2 at once")]
+    pool.step(ModeSet("a", Mode.ACT))
+    (drain,) = pool.decide(StopReplica(a, "cold"))
+    assert isinstance(drain, DrainReplica)
+    pool.step(ModeSet("b", Mode.OBSERVE))
+    assert pool.decide(StopReplica(b, "cold")) == []
+    pool.step(ModeSet("b", None))
+    assert len(pool.decide(StopReplica(b, "cold"))) == 1
+
+
+def test_a_locked_model_is_left_alone() -> None:
+    """Neither a policy nor the base rules start, stop or change a replica of it (SCH-11)."""
+    pool = Pool(A, B, record("c", 4.0), wakes_cold_models=True)
+    a = pool.has("a", 0)
+    pool.has("c", 1, gib=4.0)
+    pool.tell()
+    pool.step(ModelLocked("a"))
+    pool.step(ModelLocked("b"))
+    assert pool.decide(StopReplica(a, "x"), SetReplicaConcurrency(a, 2, "x"), start("b", 1)) == []
+    assert pool.dropped() == [
+        f"{a} is pinned, locked or needed for a minimum",
+        f"{a} is locked by a person",
+        "b is locked by a person",
+    ]
+    assert commands(pool.demand(b=20.0)) == []
+    (view,) = pool.view.models[A.model_hash].replicas
+    assert view.stays and not pool.view.models[B.model_hash].may_load
+    assert [type(command) for command in commands(pool.step(ModelUnlocked("b")))] == [LoadModel]
+
+
+def test_the_base_rules_serve_models_that_a_policy_may_not_act_for() -> None:
+    """A policy that does everything itself leaves them to nobody else."""
+    pool = Pool(A, record("b", mode=Mode.ADVISE))
+    assert commands(pool.demand(a=1.0)) == []
+    (load,) = commands(pool.demand(a=1.0, b=1.0))
+    assert isinstance(load, LoadModel) and load.record.name == "b"
+
+
+# ------------------------------------------------------------------------------------------------------ weights and journal
+
+
+def test_routing_weights_are_told_to_everybody() -> None:
+    """They stay until another is decided, and go with their replica."""
+    pool = Pool(A)
+    replica = pool.has("a", 0)
+    pool.tell()
+    pool.decide(weights={replica: 0.25, ReplicaId("nobody"): 0.5})
+    assert [row.weight for row in pool.digest.replicas] == [0.25]
+    pool.tick(1.5)
+    assert [row.weight for row in pool.digest.replicas] == [0.25]
+    pool.decide(weights={replica: 1.0}, notes={A.model_hash: "has enough"})
+    assert [row.weight for row in pool.digest.replicas] == [1.0]
+    assert pool.core.notes == {A.model_hash: "has enough"}
+
+
+def test_the_journal_tells_of_a_transaction_before_its_commands() -> None:
+    """Begin, each step once and its end, commit (SCH-8)."""
+    pool = Pool(A, B)
+    b = pool.has("b", 0, gib=4.0)
+    pool.tell()
+    (drain,) = pool.decide(start("a", 0, victims=(b,)))
+    (unload,) = pool.end(drain)
+    pool.gone(b)
+    (load,) = pool.end(unload)
+    pool.end(load, replica="a-7-1-00000000aa")
+    entries = [entry for command in pool.out if isinstance(command, AppendJournal) for entry in command.entries]
+    assert {entry.transaction for entry in entries} == {"7-1"}
+    kinds = [type(entry).__name__ for entry in entries]
+    assert kinds == ["TransactionBegan", *["StepSent", "StepEnded"] * 3, "TransactionEnded"]
+    began, ended = entries[0], entries[-1]
+    assert isinstance(began, TransactionBegan) and isinstance(ended, TransactionEnded)
+    assert (began.kind, began.replicas, began.devices, began.by_policy) == ("place", (b,), (GPUS[0],), True)
+    assert ended.failure == ""
+    told = [type(command).__name__ for command in pool.out if isinstance(command, AppendJournal | SendCommand)]
+    assert told[:2] == ["AppendJournal", "SendCommand"]
+    steps = [entry.command for entry in entries if isinstance(entry, StepSent)]
+    assert steps == [drain, unload, load]
+
+
+def test_a_successor_finishes_what_the_journal_shows() -> None:
+    """The victim is drained again, the newcomer loaded under its own name, and the transaction keeps its own (SCH-8)."""
+    pool = Pool(A, B)
+    b = pool.has("b", 0, gib=4.0)
+    pool.tell()
+    pool.decide(start("a", 0, victims=(b,), kv_bytes=GIB))
+    entries = [entry for command in pool.out if isinstance(command, AppendJournal) for entry in command.entries]
+    pool.there[0] = msgspec.structs.replace(pool.there[0], state=ReplicaState.DRAINING)
+    heir = Pool(A, B, leads=False)
+    heir.there = pool.there
+    heir.step(JournalRestored(tuple(entries)))
+    heir.step(LeadershipGained(8))
+    heir.tell()
+    (drain,) = commands(heir.tick(0.6))
+    assert isinstance(drain, DrainReplica) and (drain.replica, drain.epoch) == (b, 8)
+    (unload,) = heir.end(drain)
+    heir.gone(b)
+    (load,) = heir.end(unload)
+    assert isinstance(load, LoadModel)
+    assert (load.replica_name, load.record, load.device) == ("a-7-1", with_kv(A, GIB), GPUS[0])
+    heir.end(load, replica="a-7-1-00000000aa")
+    entries = [entry for command in heir.out if isinstance(command, AppendJournal) for entry in command.entries]
+    assert {entry.transaction for entry in entries} == {"7-1"} and isinstance(entries[-1], TransactionEnded)
+
+
+def test_a_successor_waits_for_a_load_that_is_under_way_and_closes_what_is_done() -> None:
+    """What agents show is trusted first: a newcomer that loads is waited for, one that is ready only closed (SCH-8)."""
+    pool = Pool(A, B)
+    (one, other) = pool.decide(start("a", 0), start("b", 1))
+    assert isinstance(one, LoadModel) and isinstance(other, LoadModel)
+    entries = [entry for command in pool.out if isinstance(command, AppendJournal) for entry in command.entries]
+    heir = Pool(A, B, leads=False)
+    coming = heir.has("a", 0, state=ReplicaState.LOADING, replica=f"{one.replica_name}-00000000aa")
+    heir.has("b", 1, replica=f"{other.replica_name}-00000000aa")
+    heir.step(JournalRestored(tuple(entries)))
+    heir.step(LeadershipGained(8))
+    heir.tell()
+    assert commands(heir.tick(0.6)) == []
+    assert [t.name for t in heir.core.transactions.running.values()] == ["7-1"]
+    heir.gone(coming)
+    heir.has("a", 0, replica=coming)
+    heir.tell()
+    ends = [
+        (entry.transaction, entry.failure)
+        for command in heir.out
+        if isinstance(command, AppendJournal)
+        for entry in command.entries
+        if isinstance(entry, TransactionEnded)
+    ]
+    assert ends == [("7-2", ""), ("7-1", "")] and not heir.core.transactions.running
