@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import psutil
 import pytest
 
@@ -31,8 +32,11 @@ from subjects.messages import (
     ReplicaDied,
     ReplicaReport,
     ReplicaState,
+    ResizeKv,
     SetConcurrency,
+    SleepReplica,
     UnloadReplica,
+    WakeReplica,
     WorkerBeat,
     WorkerCommand,
     WorkerEvent,
@@ -219,6 +223,43 @@ async def test_load_drain_and_unload_of_a_simulated_replica(desk: Desk) -> None:
     beats = len(desk.beats)
     await until(lambda: len(desk.beats) >= beats + 3, "beats that go on")
     assert {beat.worker for beat in desk.beats} == {worker}
+
+
+async def test_kv_slots_and_sleep_of_a_simulated_replica(desk: Desk) -> None:
+    """Changes reach the engine of a real process and come back in its report; a sleeping one frees its room (SCH-8)."""
+    worker = await desk.start_agent("--memory", str(32 * 1024), scripted=False)
+    small = msgspec.structs.replace(
+        model(), kv_bytes=16 * 1024, overhead_bytes=8, kv_bytes_per_token=64, budget_bytes=16 * 1024 + 8
+    )
+    replica = await desk.ready(worker, small)
+
+    async def change(command: Callable[[OperationId], WorkerCommand]) -> OperationEnded:
+        operation = desk.operation()
+        reply = await desk.command(worker, command(operation))
+        assert reply.outcome is CommandOutcome.ACCEPTED, reply
+        return await desk.end_of(operation)
+
+    def shows(**fields: object) -> bool:
+        report = desk.report(replica)
+        return report is not None and all(getattr(report, name) == value for name, value in fields.items())
+
+    await until(lambda: shows(kv_pages=16, kv_bytes=16 * 1024, state=ReplicaState.READY), "its pages")
+    grown = await change(lambda op: ResizeKv(operation=op, epoch=1, replica=replica, kv_bytes=24 * 1024))
+    assert grown.failure == ""
+    less = await change(lambda op: ResizeKv(operation=op, epoch=1, replica=replica, kv_bytes=4 * 1024))
+    assert less.failure == ""
+    tiny = await change(lambda op: ResizeKv(operation=op, epoch=1, replica=replica, kv_bytes=1))
+    assert tiny.failure == "that is less than one page"
+    slots = await change(lambda op: SetConcurrency(operation=op, epoch=1, replica=replica, slots=1))
+    assert slots.failure == ""
+    await until(lambda: shows(kv_pages=4, kv_pages_free=4, kv_bytes=4 * 1024, slots=1), "the changes in a report")
+    assert (await desk.drain(worker, replica)).failure == ""
+    assert (await change(lambda op: SleepReplica(operation=op, epoch=1, replica=replica))).failure == ""
+    await until(lambda: shows(state=ReplicaState.ASLEEP, budget_bytes=8), "its sleep in a report")
+    assert (await change(lambda op: WakeReplica(operation=op, epoch=1, replica=replica))).failure == ""
+    await until(lambda: shows(state=ReplicaState.READY, kv_pages=4), "its return in a report")
+    assert (await desk.drain(worker, replica, timeout_s=0.0)).failure == ""
+    assert (await desk.unload(worker, replica)).failure == ""
 
 
 async def test_a_killed_replica_is_reported_and_its_budget_freed(desk: Desk) -> None:

@@ -583,3 +583,16 @@ def test_a_replica_takes_no_more_while_a_long_prompt_is_not_computed() -> None:
     lines = replica.all(e.EngineStepped((delta(0),)))
     assert any(line.startswith("pull") for line in lines)
     assert replica(e.OfferReceived(ticket(request=RequestId("gw-3")), 4))[0] == "4: taken"
+
+
+def test_a_replica_pulls_by_the_pages_that_its_engine_has_now() -> None:
+    """After a change of its KV budget, and again after a sleep (SCH-8)."""
+    replica = Replica(slots=8, kv_pages=10)
+    assert replica(e.OfferReceived(ticket(), 3))[0] == "3: taken"
+    assert replica(e.OfferReceived(ticket(request=RequestId("gw-2")), 4)) == ["4: busy"]
+    replica(e.KvResized(1000))
+    assert replica(e.OfferReceived(ticket(request=RequestId("gw-3")), 5))[0] == "5: taken"
+    replica(e.DrainStarted(0.0))
+    assert replica(e.OfferReceived(ticket(request=RequestId("gw-4")), 6))[-1] == "6: busy"
+    replica(e.Opened(8, 1000, 16, 4096))
+    assert replica(e.OfferReceived(ticket(request=RequestId("gw-5")), 7))[0] == "7: taken"

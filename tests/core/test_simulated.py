@@ -14,6 +14,7 @@ from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
 from workers.core.simulated import (
     Die,
     EmitDeltas,
+    KvResized,
     RequestAborted,
     RequestAdded,
     SimulatedCommand,
@@ -436,3 +437,34 @@ def test_options_override_the_record() -> None:
     """Options win over the record's fields; whole numbers do for times."""
     profile = profile_from_options({"slots": 3, "load_s": 2}, slots=1, kv_pages=8, block_size=4, max_context_len=64)
     assert profile == SimulatedProfile(slots=3, kv_pages=8, block_size=4, max_context_len=64, load_s=2.0)
+
+
+def test_pages_come_and_go_while_the_engine_runs() -> None:
+    """More pages let the next request in at once; those in use, or promised to a request that is here, cannot go (SCH-8)."""
+    core = SimulatedCore(replace(FLAT, kv_pages=3))
+    core.step(0.0, RequestAdded(asked("a", tokens=4)))
+    core.step(0.0, RequestAdded(asked("b", tokens=4)))
+    assert (core.running, core.waiting, core.kv_pages_free) == (1, 1, 0)
+    assert core.cannot_resize(2) == "3 pages are in use, only 2 would be left"
+    assert core.cannot_resize(0) == "that is less than one page"
+    assert core.cannot_resize(6) == ""
+    core.step(0.5, KvResized(6))
+    core.step(1.0, Ticked())
+    assert (core.running, core.waiting, core.kv_pages_free) == (2, 0, 0)
+    core.step(1.0, RequestAborted(RequestId("b"), 1))
+    assert core.cannot_resize(2) == "3 pages are in use, only 2 would be left"
+    core.step(1.0, RequestAborted(RequestId("a"), 1))
+    assert core.cannot_resize(1) == ""
+    core.step(1.0, KvResized(2))
+    (refused,) = core.step(2.0, RequestAdded(asked("c", tokens=4)))
+    assert isinstance(refused, EmitDeltas) and refused.deltas[0].failure is not None
+
+
+def test_an_engine_counts_the_time_of_its_steps() -> None:
+    """Only while something runs (SCH-6)."""
+    core = SimulatedCore(FLAT)
+    core.step(10.0, RequestAdded(asked("a", tokens=2)))
+    while (wake_s := core.next_wake_s) is not None:
+        core.step(wake_s, Ticked())
+    core.step(50.0, Ticked())
+    assert (core.busy_s, core.step_s) == (2.0, 1.0)
