@@ -9,7 +9,6 @@ frame's way back) comes out as a constant per request.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -164,11 +163,16 @@ async def measure_profile(served: Served, say: Callable[[str], None], *, rounds:
 
 
 def together(answers: Sequence[Timed]) -> list[float]:
-    """Times between two tokens of one answer while all of ``answers`` decoded."""
+    """By answer the time per token while all of ``answers`` decoded. A mean over the stretch, since a client that gets no
+    core for a moment sees several tokens at once."""
     begin_s = max(answer.event_s[0] for answer in answers)
     end_s = min(answer.event_s[-1] for answer in answers)
-    events = [at_s for at_s in answers[0].event_s if begin_s <= at_s <= end_s]
-    return [after - before for before, after in itertools.pairwise(events)]
+    found = []
+    for answer in answers:
+        events = [at_s for at_s in answer.event_s if begin_s <= at_s <= end_s]
+        if len(events) > 1:
+            found.append((events[-1] - events[0]) / (len(events) - 1))
+    return found
 
 
 async def measure_sharing(one: Served, other: Served, say: Callable[[str], None], *, rounds: int = ROUNDS) -> float:

@@ -72,7 +72,8 @@ def test_steps_count_only_while_all_answers_decode() -> None:
     early = Timed(model="m", sent_s=0.0, event_s=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     late = Timed(model="m", sent_s=0.0, event_s=[3.0, 4.0, 5.0])
     assert together([early, late]) == [1.0, 1.0]
-    assert together([late]) == [1.0, 1.0]
+    bunched = Timed(model="m", sent_s=0.0, event_s=[1.0, 4.0, 4.0, 4.0, 5.0])
+    assert together([bunched]) == [1.0]
 
 
 def test_load_is_drawn_from_the_seed_with_bursts_in_turn() -> None:
