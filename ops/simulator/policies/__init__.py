@@ -7,17 +7,27 @@ A policy whose loads are all cold says so with ``cold_loads = True``.
 
 from __future__ import annotations
 
+from ops.simulator.policies.carpool import carpool, without_coresidence, without_resize
 from ops.simulator.policies.hpa import hpa
 from ops.simulator.policies.on_demand import on_demand
+from ops.simulator.policies.prewarm import prewarm
+from ops.simulator.policies.queue_only import queue_only
 from ops.simulator.policies.reactive import reactive
 from ops.simulator.policies.static import static, static_slo
+from ops.simulator.policies.token_swap import token_swap
 from ops.simulator.types import PolicyFactory
 
 POLICIES: dict[str, PolicyFactory] = {
     "static": static,
     "static-slo": static_slo,
     "hpa": hpa,
+    "queue-only": queue_only,
     "global-reactive": reactive,
     "on-demand": on_demand,
+    "prewarm": prewarm,
+    "token-swap": token_swap,
+    "carpool": carpool,
+    "carpool-no-coresidence": without_coresidence,
+    "carpool-no-resize": without_resize,
 }
 """By name, in the order of the reports."""

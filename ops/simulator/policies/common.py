@@ -6,18 +6,22 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from broker.core.capacity import Load, Targets, throughput
+from broker.core.capacity import Load, Targets, compute_share, kv_bytes_needed, prefill_work_s, standing_share
 from broker.core.catalogue import DeviceKey
 from broker.core.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
 from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, ReplicaState, StepCosts
+
+FILLED = 0.7
+"""The part of its capacity to which operators let a replica be used."""
 
 
 class Floor:
     """The devices of a view while a decision is made: what is free once everything planned has happened."""
 
     def __init__(self, view: PoolView) -> None:
-        self._view = view
+        self.view = view
+        self.models_max = view.models_per_device_max
         self.free_bytes = {key: device.free_planned_bytes for key, device in view.devices.items()}
         self.residents: dict[DeviceKey, list[ReplicaView]] = {key: [] for key in view.devices}
         """Replicas that nobody has told to leave."""
@@ -29,7 +33,7 @@ class Floor:
     def whole(self, record: ModelRecord) -> tuple[DeviceKey, ...] | None:
         """Empty devices for one replica that wants them for itself: linked ones, of the fullest worker that has enough."""
         by_link: dict[tuple[str, str], list[DeviceKey]] = {}
-        for key, device in self._view.devices.items():
+        for key, device in self.view.devices.items():
             if self.free_bytes[key] == device.memory_bytes and device.memory_bytes >= record.budget_bytes:
                 by_link.setdefault((key[0], device.link), []).append(key)
         enough = sorted((len(keys), keys) for keys in by_link.values() if len(keys) >= record.gpus)
@@ -81,44 +85,39 @@ class Recent:
 
 
 def capacity_used(record: ModelRecord, costs: StepCosts, loads: Sequence[Load], kv_bytes: int) -> float:
-    """How many replicas with ``kv_bytes`` of KV each, running at the edge of their SLO, the loads fill."""
-    used = 0.0
-    for load in loads:
-        most = throughput(
-            costs,
-            load.input_tokens,
-            load.output_tokens,
-            Targets.of(record),
-            kv_tokens=kv_bytes / record.kv_bytes_per_token,
-            slots=record.max_num_seqs,
-        )
-        used += load.rps / most.rps if most.rps > 0 else load.rps
-    return used
+    """How many replicas with ``kv_bytes`` of KV each the loads fill altogether: their engines' time, slots or KV.
+
+    A replica is full when its steps take the whole TPOT target. Slots and KV are counted at the length of steps that it has
+    when it is filled to ``FILLED``, where requests stay for a shorter time.
+    """
+    tpot_s = Targets.of(record).tpot_s
+    left = 1.0 - standing_share(costs, tpot_s)
+    time = compute_share(costs, loads, tpot_s, replicas=0) / left if left > 0 else math.inf
+    step_s = _step_s(costs, tpot_s, FILLED)
+    slots = sum(load.rps * load.output_tokens for load in loads) * step_s / record.max_num_seqs
+    kv = kv_bytes_needed(record.kv_bytes_per_token, loads, step_s) / kv_bytes if kv_bytes else 0.0
+    return max(time, slots, kv)
+
+
+def requests_at(record: ModelRecord, costs: StepCosts, loads: Sequence[Load], kv_bytes: int, filled: float) -> float:
+    """Requests in flight at one replica that such loads fill to ``filled``; all its slots where there are no loads."""
+    used = capacity_used(record, costs, loads, kv_bytes)
+    if used <= 0:
+        return float(record.max_num_seqs)
+    step_s = _step_s(costs, Targets.of(record).tpot_s, filled)
+    in_flight = sum(load.rps * (load.output_tokens * step_s + prefill_work_s(costs, load.input_tokens)) for load in loads)
+    return max(1.0, in_flight / used * filled)
+
+
+def _step_s(costs: StepCosts, tpot_s: float, filled: float) -> float:
+    """A replica's steps when it is filled to that part."""
+    return costs.step_const_s / max(1.0 - filled * (1.0 - standing_share(costs, tpot_s)), 1e-9)
 
 
 def costs_of(model: ModelView, view: PoolView) -> StepCosts:
     """The fitted costs on the pool's kind of device (the simulated pools are of one kind)."""
     device: DeviceView | None = next(iter(view.devices.values()), None)
     return model.record.costs[device.device_type] if device is not None else next(iter(model.record.costs.values()))
-
-
-def batch_within_slo(record: ModelRecord, costs: StepCosts, loads: Sequence[Load], kv_bytes: int) -> float:
-    """Requests that one replica runs at once at the edge of its SLO, for the mean of the loads; its slots without any."""
-    rps = sum(load.rps for load in loads)
-    if rps <= 0:
-        return float(record.max_num_seqs)
-    batches = 0.0
-    for load in loads:
-        most = throughput(
-            costs,
-            load.input_tokens,
-            load.output_tokens,
-            Targets.of(record),
-            kv_tokens=kv_bytes / record.kv_bytes_per_token,
-            slots=record.max_num_seqs,
-        )
-        batches += most.batch * load.rps / rps
-    return max(1.0, batches)
 
 
 def needed(used: float, utilisation: float) -> int:

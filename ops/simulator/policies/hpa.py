@@ -1,12 +1,13 @@
 """One autoscaler per model, as Kubernetes' Horizontal Pod Autoscaler does it.
 
-Source: the algorithm of the HPA's documentation (desired = ceil(current x metric / target), a tolerance of 10 %, the highest
-recommendation of the last 300 s on the way down), with metrics that LLM operators use in place of GPU utilisation, which is
-near 100 % at any load: the request rate over what one replica carries within its SLO, and requests in flight over the batch
-at that edge; as with several metrics in Kubernetes the larger desire counts. Target 70 %, sampled each 60 s, at least one
-replica, whole GPUs; a new pod pulls its weights, so every load is cold. It knows one model: it takes free devices only and
-never one of another model. Left out: the limit on pods added per 15 s, which a 60 s sample never meets, and the first 300 s
-after the controller's start, in which Kubernetes would not scale down: here it may at its first sample.
+Source: the algorithm of the HPA's documentation (desired = ceil(current x metric / target), a tolerance of 10 %, the
+highest recommendation of the last 300 s on the way down), with metrics that LLM operators use in place of GPU utilisation,
+which is near 100 % at any load: the request rate over what one replica carries within its SLO, and requests in flight over
+what a replica holds when it is used to 70 %; as with several metrics in Kubernetes the larger desire counts. Target 70 %,
+sampled each 60 s, at least one replica, whole GPUs; a new pod pulls its weights, so every load is cold. It knows one model:
+it takes free devices only and never one of another model. Left out: the limit on pods added per 15 s, which a 60 s sample
+never meets, and the first 300 s after the controller's start, in which Kubernetes would not scale down: here it may at its
+first sample.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ops.simulator.policies.common import (
     Every,
     Floor,
     Recent,
-    batch_within_slo,
     capacity_used,
     costs_of,
     idlest,
     needed,
+    requests_at,
 )
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash
@@ -74,8 +75,8 @@ class Hpa:
         record, costs = model.record, costs_of(model, view)
         loads = self._recent[model_hash].loads(now_s)
         by_rate = capacity_used(record, costs, loads, record.kv_bytes)
-        by_batch = (model.waiting + model.running) / batch_within_slo(record, costs, loads, record.kv_bytes)
-        used = max(by_rate, by_batch)
+        in_flight = requests_at(record, costs, loads, record.kv_bytes, UTILISATION)
+        used = max(by_rate, UTILISATION * (model.waiting + model.running) / in_flight)
         current = max(1, len(model.replicas))
         ratio = used / current / UTILISATION
         wanted = current if abs(ratio - 1.0) <= TOLERANCE else max(1, needed(used, UTILISATION))

@@ -2,10 +2,10 @@
 
 Source: ServerlessLLM (OSDI 2024): loading-optimised checkpoints in host memory and on SSD, the server with the least
 estimated start-up time is chosen, instances scale with requests in flight (``target_ongoing_requests``) and end when idle
-for ``keep_alive``; when the pool is full the least recently used idle instance leaves. One instance has its devices for itself.
-Set here: a target of 70 % of the batch that an instance carries within its SLO, and a keep-alive of 5 minutes, since a load
-takes longer than the TTFT target. Left out: live migration of a running request off a server with the wanted checkpoint; all
-nodes of the simulated pools hold all weights in host memory.
+for ``keep_alive``; when the pool is full the least recently used idle instance leaves. One instance has its devices for
+itself. Set here: a target of what an instance holds when it is used to 70 %, and a keep-alive of 5 minutes, since a load
+takes longer than the TTFT target. Left out: live migration of a running request off a server with the wanted checkpoint;
+all nodes of the simulated pools hold all weights in host memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 from broker.core.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
-from ops.simulator.policies.common import Floor, Recent, batch_within_slo, costs_of, waiting_first
+from ops.simulator.policies.common import Floor, Recent, costs_of, requests_at, waiting_first
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash, ReplicaId
 from subjects.messages import ReplicaState
@@ -68,7 +68,7 @@ class OnDemand:
 
     def _target(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> float:
         loads = self._recent[model_hash].loads(now_s)
-        return max(1.0, TARGET * batch_within_slo(model.record, costs_of(model, view), loads, model.record.kv_bytes))
+        return requests_at(model.record, costs_of(model, view), loads, model.record.kv_bytes, TARGET)
 
 
 def _least_recent(replicas: tuple[ReplicaView, ...]) -> list[ReplicaView]:

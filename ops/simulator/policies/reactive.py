@@ -2,7 +2,7 @@
 
 The control loop of SageServe, Chiron and most in-house schedulers without their forecasts (``global-reactive``): each second
 every model's load of the last seconds, and what waits, is turned into replicas by the measured capacity; who lacks one takes
-a free device at once, else one of the model with the greatest surplus; who has had too many for half a minute gives them
+a free device at once, else one of the model with the greatest surplus; who has had too many for a minute gives them
 back; an idle model goes after five minutes. Every replica has its devices for itself. Left out: SLO classes (none of the
 workloads mixes them within a model), migration of running requests (replicas drain).
 """
@@ -27,8 +27,8 @@ class ReactiveSettings:
     period_s: float = 1.0
     span_s: float = 15.0
     """Over which the load is measured."""
-    utilisation: float = 0.7
-    surplus_s: float = 30.0
+    utilisation: float = 0.8
+    surplus_s: float = 60.0
     """A surplus must last so long before it is given back."""
     idle_s: float = 300.0
     """After so long without a request a model gives up its last replica."""
