@@ -137,7 +137,7 @@ def simulated_workload(profiles: dict[str, Profile], sharing: float, seconds: fl
         models=models,
         windows=(Window(0.0, 0.0, seconds),),
         trace=lambda seed, window: drawn_load(models, seed, window.end_s),
-        pool=PoolSpec(devices=1, shared_efficiency=sharing),
+        pool=PoolSpec(devices=1, shared_efficiency=sharing, takes_turns=False),
         static_replicas={model.name: 1 for model in models},
     )
 

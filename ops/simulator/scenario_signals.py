@@ -26,3 +26,11 @@ def twu_lead(seed: int, processes: int, say: Say) -> Figures:
 
     found = report(seed, say=say)
     return {name: value for name, value in found.items() if isinstance(value, int | float) or value is None}
+
+
+def learning(seed: int, processes: int, say: Say) -> Figures:
+    """Variance over time of p95 with and without learned scores of devices (``learning_report``)."""
+    from ops.simulator.learning_report import report
+
+    say("pools of unlike devices, an hour each, with learning and without")
+    return {name: value for name, value in report(seed).items() if isinstance(value, int | float)}

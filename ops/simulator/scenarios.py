@@ -36,6 +36,7 @@ SCENARIOS: dict[str, Scenario] = {
     "fairness": Scenario("Gold and Silver under overload, with and without taking turns by class", scenario_loads.fairness),
     "load-factor": Scenario("largest load of five-lines on 8 GPUs with every model at 99 %", scenario_limits.load_factor),
     "scale": Scenario("200 models on 1,000 GPUs: time of a decision on one core", scenario_limits.scale),
+    "learning": Scenario("variance of p95 on unlike devices, with learned scores and without", scenario_signals.learning),
     "twu-lead": Scenario("how long before congestion TWU warns, beside utilisation", scenario_signals.twu_lead),
     "forecast": Scenario(
         "how right the forecast is, beside naive, seasonal-naive and Holt-Winters", scenario_signals.forecast
