@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.core.describe import bytes_text, describe_need, model_state, seconds_text
+from broker.core.describe import bytes_text, model_state, seconds_text
 from broker.core.journal import Recorded, Step, TransactionLog
 from broker.core.placement import SchedulerCore
 from broker.core.pool import Demand, Device, Presence, Replica
@@ -135,6 +135,12 @@ def explain_model(
         ),
         next_look_s=round(max(0.0, core.next_wake_s - now_s), 3),
     )
+
+
+def _needs(record: ModelRecord) -> str:
+    parts = (("weights", record.weights_bytes), ("KV", record.kv_bytes), ("overhead", record.overhead_bytes))
+    text = f"{bytes_text(record.budget_bytes)} ({' + '.join(f'{what} {bytes_text(count)}' for what, count in parts)})"
+    return f"{text} on each of {record.gpus} devices, which share weights and KV" if record.gpus > 1 else text
 
 
 def _told(core: SchedulerCore, record: ModelRecord) -> PoolModel | None:
