@@ -323,11 +323,12 @@ class OutputLengths:
         if keys_max < 1:
             raise ValueError("keys_max must be at least 1")
         self._keys_max = keys_max
-        self._rings: OrderedDict[tuple[ModelHash, Tenant | None, RequestKind], _Ring] = OrderedDict()
+        self._rings: OrderedDict[tuple[ModelHash, Tenant | None, str], _Ring] = OrderedDict()
+        # Kinds by their names: an enum member is slow to hash, and each request is looked up four times.
 
     def observe(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind, output_tokens: int) -> None:
         """A request finished by itself or by its limit after ``output_tokens``; not one that was cancelled or failed."""
-        for key in ((model_hash, tenant, kind), (model_hash, None, kind)):
+        for key in ((model_hash, tenant, kind._value_), (model_hash, None, kind._value_)):
             ring = self._rings.get(key)
             if ring is None:
                 ring = self._rings[key] = _Ring()
@@ -338,7 +339,7 @@ class OutputLengths:
 
     def expected(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind) -> int | None:
         """The expected length, at least 1, or None while too little was seen."""
-        for key in ((model_hash, tenant, kind), (model_hash, None, kind)):
+        for key in ((model_hash, tenant, kind._value_), (model_hash, None, kind._value_)):
             ring = self._rings.get(key)
             if ring is not None and len(ring.ordered) >= SAMPLES_MIN:
                 return max(1, ring.quantile(EXPECTED_QUANTILE))

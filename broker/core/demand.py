@@ -8,7 +8,8 @@ from profiles.costs import length_class
 from subjects.ids import ModelHash, RequestId
 from subjects.messages import Lane, ModelDemand, RequestKind, RequestProfile, Sla, SlaClass
 
-Key = tuple[ModelHash, SlaClass, Lane, str]
+Key = tuple[ModelHash, str, str, str]
+"""Model, class, lane, business. Names in place of enum members: a request is counted several times, and theirs hash fast."""
 
 
 def within_slo(sla: Sla, ttft_s: float, latency_s: float, output_tokens: int) -> bool:
@@ -21,9 +22,10 @@ def within_slo(sla: Sla, ttft_s: float, latency_s: float, output_tokens: int) ->
 @dataclass(slots=True)
 class _Cell:
     """``waiting`` maps to the time since when, oldest first, because a request that waits again is put at the end. The lists
-    are of what arrived, by length class; ``rank`` is the cell's place among all."""
+    are of what arrived, by length class."""
 
-    rank: tuple[str, str, str, str]
+    sla_class: SlaClass
+    lane: Lane
     waiting: dict[RequestId, float] = field(default_factory=dict)
     waiting_input_tokens: int = 0
     running: int = 0
@@ -96,14 +98,15 @@ class DemandLedger:
         """The counts in order of key; what is counted since the last call starts again from zero."""
         rows: list[ModelDemand] = []
         cells, self._cells = self._cells, {}
-        for key, cell in sorted(cells.items(), key=lambda item: item[1].rank):
+        for key in sorted(cells):
+            cell = cells[key]
             if cell.empty():
                 continue
             rows.append(
                 ModelDemand(
                     model_hash=key[0],
-                    sla_class=key[1],
-                    lane=key[2],
+                    sla_class=cell.sla_class,
+                    lane=cell.lane,
                     business_id=key[3],
                     arrived=cell.arrived,
                     finished=cell.finished,
@@ -124,7 +127,8 @@ class DemandLedger:
             )
             if cell.waiting or cell.running:
                 self._cells[key] = _Cell(
-                    rank=cell.rank,
+                    cell.sla_class,
+                    cell.lane,
                     waiting=cell.waiting,
                     waiting_input_tokens=cell.waiting_input_tokens,
                     running=cell.running,
@@ -134,11 +138,10 @@ class DemandLedger:
     def _cell(self, profile: RequestProfile) -> _Cell | None:
         if profile.kind is RequestKind.HEALTH_CHECK:
             return None
-        key = (profile.model_hash, profile.sla_class, profile.lane, profile.business_id)
+        key = (profile.model_hash, profile.sla_class._value_, profile.lane._value_, profile.business_id)
         cell = self._cells.get(key)
         if cell is None:
-            rank = (profile.model_hash, profile.sla_class.value, profile.lane.value, profile.business_id)
-            cell = self._cells[key] = _Cell(rank)
+            cell = self._cells[key] = _Cell(profile.sla_class, profile.lane)
         return cell
 
 

@@ -19,12 +19,21 @@ class Live(Sequence):
 
     __slots__ = ("model", "pages_needed", "profile", "queue_class", "since_s", "tries", "waiting", "yields_s")
 
-    def __init__(self, index: int, model: int, profile: RequestProfile, output_tokens: int, since_s: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        model: int,
+        profile: RequestProfile,
+        output_tokens: int,
+        since_s: float,
+        queue_class: int | None = None,
+    ) -> None:
+        """``queue_class`` is the place of the profile's class in ``CLASSES``, where the caller knows it."""
         super().__init__(index, profile.input_tokens, output_tokens)
         self.model = model
         self.profile = profile
         self.pages_needed = profile.kv_pages_needed
-        self.queue_class = CLASSES.index(profile.sla_class)
+        self.queue_class = CLASSES.index(profile.sla_class) if queue_class is None else queue_class
         self.since_s = since_s
         """Since when it waits, this time."""
         self.yields_s = inf

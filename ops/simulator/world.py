@@ -47,6 +47,7 @@ class World:
             device.busy_since_s = device.held_since_s = start_s
         self.records: list[ModelRecord] = [model.record(model.kv_bytes_alone(pool.device_bytes)) for model in self.models]
         self.hashes: list[ModelHash] = [record.model_hash for record in self.records]
+        self._classes = [CLASSES.index(record.sla_class) for record in self.records]
         self.model_of = {model_hash: number for number, model_hash in enumerate(self.hashes)}
         self.factors = error_factors(seed, len(self.models), pool.devices, options.error_sigma)
         # Lists of plain numbers are what Python reads fastest.
@@ -155,11 +156,12 @@ class World:
         if expected is None:
             expected = record.max_output_tokens_default
         pages = pages_for(inputs + expected, BLOCK_TOKENS)
+        queue_class = self._classes[model] if self.class_at is None else self.class_at[index]
         profile = RequestProfile(
             model_hash=model_hash,
             endpoint=Endpoint.CHAT,
             tenant=TENANT,
-            sla_class=record.sla_class if self.class_at is None else CLASSES[self.class_at[index]],
+            sla_class=CLASSES[queue_class],
             lane=lane_of(pages),
             max_tokens=record.max_context_len - inputs,
             stream=True,
@@ -169,7 +171,7 @@ class World:
             deadline_unix_s=inf,
             continuable=True,
         )
-        live = Live(index, model, profile, self.output_at[index], now_s)
+        live = Live(index, model, profile, self.output_at[index], now_s, queue_class)
         if self.options.patience is not None:
             self._expect(live)
         self._come(live)
