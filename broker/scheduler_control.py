@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+import structlog
 
 from broker.core.describe import model_state
 from broker.core.explain import explain_model, explain_transaction
@@ -20,11 +21,13 @@ from broker.registry_sync import RegistrySync
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
-from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout
+from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout, place_of
 from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
 from subjects.messages import ControlReply, ControlRequest, Mode, ModelRecord, PoolModel, RequestStory
 
 ASK_GATEWAY_S_MAX = 2.0
+
+log = structlog.get_logger(__name__)
 
 Row = dict[str, Any]
 
@@ -75,6 +78,9 @@ class Control:
             return ControlReply(error=f"{verb}: {error}")
         except BusError as error:
             return ControlReply(error=f"{verb}: the bus refused it ({error}): try again")
+        except Exception as error:
+            log.error("a control request failed", verb=verb, error=place_of(error))
+            return ControlReply(error=f"{verb}: failed inside the scheduler ({type(error).__name__}); its log says where")
 
     # ------------------------------------------------------------------------------------------------------------- verbs
 

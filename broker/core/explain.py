@@ -119,7 +119,7 @@ def explain_model(
         sla_class=record.sla_class.value,
         min_replicas=record.min_replicas,
         max_replicas=record.max_replicas,
-        needs=f"{describe_need(record)}{f' on each of {record.gpus} devices' if record.gpus > 1 else ''}",
+        needs=_needs(record),
         waiting=demand.waiting,
         running=demand.running,
         oldest_wait_s=round(demand.oldest_wait_s, 3),
