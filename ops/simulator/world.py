@@ -12,6 +12,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 
+import numpy as np
+
 from broker.core.admission import yields_at_s
 from broker.core.demand import DemandLedger, within_slo
 from ops.simulator.device import PACE_SHARE, SimDevice, began, ended, error_factors, wants
@@ -50,12 +52,12 @@ class World:
         self._classes = [CLASSES.index(record.sla_class) for record in self.records]
         self.model_of = {model_hash: number for number, model_hash in enumerate(self.hashes)}
         self.factors = error_factors(seed, len(self.models), pool.devices, options.error_sigma)
-        # Lists of plain numbers are what Python reads fastest.
-        self.arrival_s: list[float] = trace.arrival_s.tolist()
-        self.model_at: list[int] = trace.model.tolist()
-        self.input_at: list[int] = trace.input_tokens.tolist()
-        self.output_at: list[int] = trace.output_tokens.tolist()
-        self.class_at: list[int] | None = trace.sla_class.tolist() if trace.sla_class is not None else None
+        # Plain arrays: nearly as fast as lists, and a day of requests stays small.
+        self.arrival_s = array("d", trace.arrival_s.astype(np.float64).tobytes())
+        self.model_at = array("i", trace.model.astype(np.intc).tobytes())
+        self.input_at = array("i", trace.input_tokens.astype(np.intc).tobytes())
+        self.output_at = array("i", trace.output_tokens.astype(np.intc).tobytes())
+        self.class_at = array("B", trace.sla_class.astype(np.uint8).tobytes()) if trace.sla_class is not None else None
         count = len(trace)
         self.first_s = array("d", [-1.0]) * count
         """When the first token came; negative where none did."""
