@@ -208,11 +208,24 @@ def scheduler(
 @main.command(short_help="Run one worker agent with this machine's devices.")
 @click.option("--device", "devices", multiple=True, help="A device to serve on, such as cpu:4GiB. May be repeated.")
 @click.option("--threads", default=0, help="CPU threads of each replica; 0 (default): as many as there are cores.")
+@click.option(
+    "--step-turns/--no-step-turns",
+    default=None,
+    help="Whether engines on one device step in turns, the most urgent first. Default: on GPUs.",
+)
 @click.option("--id", "name", default="", help="Name of this worker on the bus. Default: the host's name.")
 @_shards
 @_state
 @nats_option
-def worker(devices: tuple[str, ...], threads: int, name: str, shards: int, state_dir: Path | None, nats_url: str) -> None:
+def worker(
+    devices: tuple[str, ...],
+    threads: int,
+    step_turns: bool | None,
+    name: str,
+    shards: int,
+    state_dir: Path | None,
+    nats_url: str,
+) -> None:
     """Run one worker agent: it starts and ends the replicas on this machine's devices.
 
     \b
@@ -230,6 +243,7 @@ def worker(devices: tuple[str, ...], threads: int, name: str, shards: int, state
                 devices=devices,
                 threads=threads,
                 shards=shards,
+                step_turns=step_turns,
             )
         )
     )

@@ -51,7 +51,14 @@ async def scheduler(
 
 
 async def worker(
-    *, nats_urls: Sequence[str], name: str, state_dir: Path, devices: Sequence[str], threads: int, shards: int
+    *,
+    nats_urls: Sequence[str],
+    name: str,
+    state_dir: Path,
+    devices: Sequence[str],
+    threads: int,
+    shards: int,
+    step_turns: bool | None = None,
 ) -> int:
     """Runs an agent and its replicas until SIGTERM."""
     from workers.agent import AgentConfig, default_name, run_agent
@@ -66,5 +73,6 @@ async def worker(
         devices=parse_devices(devices),
         threads=threads,
         queue_shards=shards,
+        step_turns=step_turns,
     )
     return await run_agent(config)

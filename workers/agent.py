@@ -116,6 +116,9 @@ class AgentConfig:
     threads: int = 0
     """CPU threads per replica; 0 is the number of cores this process may use."""
     frame_window_ms: int = 0
+    step_turns: bool | None = None
+    """Whether vLLM engines on one device step in turns (``workers.turns``). None: on GPUs; replicas on a CPU have cores of
+    their own to run on at the same time."""
     drain_s: float = 20.0
     """How long the end of the agent waits for running requests."""
 
@@ -399,6 +402,12 @@ class Agent:
             # The first load tries again and then says why.
             log.warning("the template for vLLM did not start", error=str(error))
 
+    def _turns_directory(self, device: DeviceId) -> str:
+        wanted = self._config.step_turns
+        if wanted is None:
+            wanted = self._kinds[device] is not DeviceKind.CPU
+        return str(self._config.state_dir / "turns") if wanted else ""
+
     async def _start_replica(self, command: SpawnReplica) -> None:
         replica, record = command.replica, command.record
         spec = ReplicaSpec(
@@ -411,6 +420,7 @@ class Agent:
             queue_shards=self._config.queue_shards,
             threads=self._threads,
             frame_window_ms=self._config.frame_window_ms,
+            turns_directory=self._turns_directory(command.device),
         )
         ours, theirs = control_pair()
         stderr = StderrTail(self._loop, self._forwarder.forward)

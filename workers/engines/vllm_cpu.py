@@ -39,6 +39,7 @@ class VllmEngine(FixedEngine):
     """The ``vllm`` engine on CPU. One per process: vLLM keeps process globals."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
         self._record = spec.record
         self._threads = spec.threads
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -181,11 +182,12 @@ class VllmEngine(FixedEngine):
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from workers.engines.vllm_openai import OpenAiLayer, engine_arguments, register_architecture
+        from workers.engines.vllm_turns import turn_arguments
 
         # OpenMP's thread count belongs to the thread that sets it, and vLLM forbids the call once a worker exists.
         torch.set_num_threads(self._threads)
         register_architecture(self._record.source)
-        arguments = {"enforce_eager": True, **engine_arguments(self._record)}
+        arguments = {"enforce_eager": True, **engine_arguments(self._record), **turn_arguments(self._spec)}
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         scheduler = engine.engine_core.engine_core.scheduler
         self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)

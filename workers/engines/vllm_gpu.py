@@ -33,6 +33,7 @@ class VllmGpuEngine(FixedEngine):
     """The ``vllm`` engine on a GPU device (``gpu<index>``, by PCI order)."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
+        self._spec = spec
         self._record = spec.record
         self._devices = (spec.device, *spec.peers)
         self._sleeps = spec.record.engine_options.get("enable_sleep_mode") is True
@@ -155,8 +156,10 @@ class VllmGpuEngine(FixedEngine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from workers.engines.vllm_openai import engine_arguments
+        from workers.engines.vllm_turns import turn_arguments
 
-        arguments = AsyncEngineArgs(**engine_arguments(self._record), enable_log_requests=False)
+        options = {**engine_arguments(self._record), **turn_arguments(self._spec)}
+        arguments = AsyncEngineArgs(**options, enable_log_requests=False)
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._make_counters])
 
     def _make_counters(self, vllm_config: Any, engine_index: int = 0) -> Any:

@@ -34,6 +34,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from profiles.costs import chunk_tokens
 from profiles.tokenizer import DEFAULT_CHAT_TEMPLATE
 from subjects.errors import EngineError
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Usage
@@ -62,6 +63,9 @@ def engine_arguments(record: ModelRecord) -> dict[str, Any]:
     Every other key of ``record.engine_options`` is passed on; those of the OpenAI layer are taken out.
     """
     options = {name: value for name, value in record.engine_options.items() if name not in _LAYER_OPTIONS}
+    if record.costs:
+        chunk = min(chunk_tokens(costs, record.sla.tpot_ms / 1000) for costs in record.costs.values())
+        options = {"max_num_batched_tokens": max(chunk, record.max_num_seqs), **options}
     return {
         "model": record.source,
         "served_model_name": record.name,
