@@ -12,6 +12,7 @@ from broker.core.policy import Arrivals, DeviceView, ModelView, PoolView, Replic
 from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, ReplicaState, StepCosts
 
+BACKLOG_S = 10.0
 FILLED = 0.7
 """The part of its capacity to which operators let a replica be used."""
 
@@ -123,6 +124,47 @@ def costs_of(model: ModelView, view: PoolView) -> StepCosts:
 def needed(used: float, utilisation: float) -> int:
     """Replicas so that each is filled to ``utilisation`` at most."""
     return math.ceil(used / utilisation - 1e-9)
+
+
+class Sizer:
+    """How many whole replicas a model needs now, by its load over the last seconds and by what waits."""
+
+    def __init__(self, span_s: float, utilisation: float, surplus_s: float) -> None:
+        """The most that was needed within ``surplus_s`` is held on to."""
+        self.recent = Recent(span_s)
+        self.seen_s = -math.inf
+        """When the model last had anything to do."""
+        self._utilisation = utilisation
+        self._surplus_s = surplus_s
+        self._needs: deque[tuple[float, float]] = deque()
+
+    def see(self, now_s: float, model: ModelView) -> None:
+        """At every look."""
+        self.recent.add(now_s, model.arrivals)
+        if model.waiting or model.running or any(model.arrivals.requests):
+            self.seen_s = now_s
+
+    def size(self, now_s: float, model: ModelView, costs: StepCosts) -> float:
+        """Replicas needed, as a fraction: to carry the load, to prefill within the TTFT target what waits, and to work that
+        off within ``BACKLOG_S``."""
+        record = model.record
+        loads = self.recent.loads(now_s)
+        used = capacity_used(record, costs, loads, record.kv_bytes)
+        if model.waiting:
+            prefill_each_s = prefill_work_s(costs, model.waiting_input_tokens / model.waiting)
+            rps = sum(load.rps for load in loads)
+            work_each_s = compute_share(costs, loads, Targets.of(record).tpot_s, replicas=0) / rps if rps else prefill_each_s
+            ttft_s = Targets.of(record).ttft_s
+            used += model.waiting * max(prefill_each_s / ttft_s, work_each_s / BACKLOG_S)
+        size = used / self._utilisation
+        self._needs.append((now_s, size))
+        while self._needs[0][0] <= now_s - self._surplus_s:
+            self._needs.popleft()
+        return size
+
+    def held(self) -> float:
+        """The most that was needed in the last while, as of the last :meth:`size`."""
+        return max(size for _, size in self._needs)
 
 
 def idlest(replicas: Sequence[ReplicaView], count: int) -> list[ReplicaView]:

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 
 from broker.core.catalogue import DeviceKey
 from broker.core.policy import Action, Decision, ModelView, PoolView, ReplicaView, ResizeReplicaKv, StartReplica, StopReplica
-from ops.simulator.policies.common import Every, Floor, Recent, capacity_used, costs_of, needed
+from ops.simulator.policies.common import Every, Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
-from profiles.costs import prefill_s
 from subjects.ids import ModelHash, ReplicaId
 from subjects.messages import ReplicaState
 
@@ -42,9 +41,7 @@ HOST_KV_PART = 0.5
 class _State:
     """What is known of a model."""
 
-    recent: Recent = field(default_factory=lambda: Recent(SPAN_S))
-    seen_s: float = -1e9
-    wanted: deque[tuple[float, int]] = field(default_factory=deque)
+    sizer: Sizer = field(default_factory=lambda: Sizer(SPAN_S, UTILISATION, SURPLUS_S))
     peak: int = 0
     """Of the window that runs."""
     peaks: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOWS))
@@ -66,10 +63,7 @@ class Prewarm:
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Each second, and at once when a model waits without anything open."""
         for model_hash, model in view.models.items():
-            state = self._models.setdefault(model_hash, _State())
-            state.recent.add(now_s, model.arrivals)
-            if any(model.arrivals.requests) or model.waiting or model.running:
-                state.seen_s = now_s
+            self._models.setdefault(model_hash, _State()).sizer.see(now_s, model)
         weights = self._newcomers(view)
         starved = any(model.waiting and not self._open(model) for model in view.models.values())
         if not (self._period.due(now_s) or starved or weights):
@@ -108,17 +102,11 @@ class Prewarm:
         return [replica for replica in model.replicas if replica.replica not in self._spares]
 
     def _wanted(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> int:
-        state, record, costs = self._models[model_hash], model.record, costs_of(model, view)
-        used = capacity_used(record, costs, state.recent.loads(now_s), record.kv_bytes)
-        if model.waiting:
-            backlog_s = model.waiting * prefill_s(costs, model.waiting_input_tokens // model.waiting)
-            used += backlog_s / (record.sla.ttft_p95_ms / 1000)
+        state = self._models[model_hash]
         busy = bool(model.waiting or model.running or any(model.arrivals.requests))
-        wanted = max(int(busy), record.min_replicas, needed(used, UTILISATION))
+        size = state.sizer.size(now_s, model, costs_of(model, view))
+        wanted = max(int(busy), model.record.min_replicas, needed(size, 1.0))
         state.peak = max(state.peak, wanted)
-        state.wanted.append((now_s, wanted))
-        while state.wanted[0][0] <= now_s - SURPLUS_S:
-            state.wanted.popleft()
         return wanted
 
     def _scale(
@@ -133,7 +121,7 @@ class Prewarm:
     ) -> None:
         """Opens spares and loads what they cannot give; closes what was not needed for a while."""
         serving = self._open(model)
-        held = max(count for _, count in self._models[model.record.model_hash].wanted)
+        held = max(wanted, needed(self._models[model.record.model_hash].sizer.held(), 1.0))
         surplus = sorted(serving, key=lambda r: (r.state is ReplicaState.READY, r.running, r.replica))
         too_many = surplus[: max(0, len(serving) - held)]
         actions += [StopReplica(replica.replica, f"{held} serve the load") for replica in too_many]
@@ -178,7 +166,7 @@ class Prewarm:
 
     def _prewarm(self, now_s: float, state: _State, model: ModelView, floor: Floor, actions: list[Action]) -> None:
         """As many spares as the predicted peak needs beyond what serves; one at least while the model is remembered."""
-        alive = now_s - state.seen_s < FORGET_S
+        alive = now_s - state.sizer.seen_s < FORGET_S
         serving = len(self._open(model))
         spares = [replica for replica in model.replicas if replica.replica in self._spares]
         target = max(state.predicted, int(alive)) - serving if alive else 0

@@ -9,13 +9,11 @@ workloads mixes them within a model), migration of running requests (replicas dr
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from broker.core.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
-from ops.simulator.policies.common import Every, Floor, Recent, capacity_used, costs_of, idlest, needed
+from ops.simulator.policies.common import Every, Floor, Sizer, costs_of, idlest, needed
 from ops.simulator.types import PolicyContext
-from profiles.costs import prefill_s
 from subjects.ids import ModelHash, ReplicaId
 from subjects.messages import ReplicaState
 
@@ -43,16 +41,15 @@ class Reactive:
     def __init__(self, settings: ReactiveSettings | None = None) -> None:
         self.settings = settings or ReactiveSettings()
         self._period = Every(self.settings.period_s)
-        self._recent: dict[ModelHash, Recent] = {}
-        self._seen_s: dict[ModelHash, float] = {}
-        self._needs: dict[ModelHash, deque[tuple[float, int]]] = {}
+        self._sizers: dict[ModelHash, Sizer] = {}
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Looks at all models each second, and at once when one waits that has nothing."""
+        s = self.settings
         for model_hash, model in view.models.items():
-            self._recent.setdefault(model_hash, Recent(self.settings.span_s)).add(now_s, model.arrivals)
-            if any(model.arrivals.requests) or model.waiting or model.running:
-                self._seen_s[model_hash] = now_s
+            if model_hash not in self._sizers:
+                self._sizers[model_hash] = Sizer(s.span_s, s.utilisation, s.surplus_s)
+            self._sizers[model_hash].see(now_s, model)
         starved = any(model.waiting and not model.replicas for model in view.models.values())
         if not (self._period.due(now_s) or starved):
             return Decision()
@@ -61,7 +58,7 @@ class Reactive:
         actions: list[Action] = []
         gone: set[ReplicaId] = set()
         for model_hash, model in view.models.items():
-            held = self._held(now_s, model_hash, wanted[model_hash])
+            held = max(wanted[model_hash], needed(self._sizers[model_hash].held(), 1.0))
             for replica in idlest(model.replicas, len(model.replicas) - held):
                 gone.add(replica.replica)
                 actions.append(StopReplica(replica.replica, f"{held} are enough for {self.settings.surplus_s:g} s"))
@@ -81,23 +78,9 @@ class Reactive:
         return Decision(tuple(actions))
 
     def _wanted(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> int:
-        record, costs = model.record, costs_of(model, view)
-        used = capacity_used(record, costs, self._recent[model_hash].loads(now_s), record.kv_bytes)
-        # What waits should be prefilled within the target too.
-        backlog = prefill_s(costs, model.waiting_input_tokens) if model.waiting == 1 else 0.0
-        if model.waiting > 1:
-            backlog = model.waiting * prefill_s(costs, model.waiting_input_tokens // model.waiting)
-        used += backlog / (record.sla.ttft_p95_ms / 1000)
-        alive = now_s - self._seen_s.get(model_hash, -1e9) < self.settings.idle_s
-        return max(int(alive), record.min_replicas, needed(used, self.settings.utilisation))
-
-    def _held(self, now_s: float, model_hash: ModelHash, wanted: int) -> int:
-        """The most that was wanted in the last while."""
-        needs = self._needs.setdefault(model_hash, deque())
-        needs.append((now_s, wanted))
-        while needs[0][0] <= now_s - self.settings.surplus_s:
-            needs.popleft()
-        return max(count for _, count in needs)
+        sizer = self._sizers[model_hash]
+        alive = now_s - sizer.seen_s < self.settings.idle_s
+        return max(int(alive), model.record.min_replicas, needed(sizer.size(now_s, model, costs_of(model, view)), 1.0))
 
     def _start(
         self, view: PoolView, model_hash: ModelHash, floor: Floor, wanted: dict[ModelHash, int], gone: set[ReplicaId]

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 
 from broker.core.catalogue import DeviceKey
 from broker.core.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
-from ops.simulator.policies.common import Floor, Recent, capacity_used, costs_of, needed
+from ops.simulator.policies.common import Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash
 from subjects.messages import ReplicaState
 
 SPAN_S = 15.0
 UTILISATION = 0.8
+SURPLUS_S = 60.0
 QUOTA_LOADS = 2.0
 MEMBER_S = 60.0
 """A model stays on its instances' lists for so long after its last request."""
@@ -54,8 +55,7 @@ class TokenSwap:
     wakes_cold_models = False
 
     def __init__(self) -> None:
-        self._recent: dict[ModelHash, Recent] = {}
-        self._seen_s: dict[ModelHash, float] = {}
+        self._sizers: dict[ModelHash, Sizer] = {}
         self._instances: list[_Instance] = []
         self._shared = 3
         self._reviewed_s = 0.0
@@ -67,9 +67,9 @@ class TokenSwap:
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """At every look: who is where, and whose turn it is."""
         for model_hash, model in view.models.items():
-            self._recent.setdefault(model_hash, Recent(SPAN_S)).add(now_s, model.arrivals)
-            if model.waiting or model.running or any(model.arrivals.requests):
-                self._seen_s[model_hash] = now_s
+            if model_hash not in self._sizers:
+                self._sizers[model_hash] = Sizer(SPAN_S, UTILISATION, SURPLUS_S)
+            self._sizers[model_hash].see(now_s, model)
             self._finished += model.finished
             self._within += model.within_slo
         self._review(now_s)
@@ -106,11 +106,10 @@ class TokenSwap:
         """Puts each active model on so many instances as it needs; those with much load have them for themselves."""
         shares: dict[ModelHash, float] = {}
         for model_hash, model in view.models.items():
-            alive = now_s - self._seen_s.get(model_hash, -1e9) < MEMBER_S
-            loads = self._recent[model_hash].loads(now_s)
-            used = capacity_used(model.record, costs_of(model, view), loads, model.record.kv_bytes)
-            if alive:
-                shares[model_hash] = used / UTILISATION
+            sizer = self._sizers[model_hash]
+            sizer.size(now_s, model, costs_of(model, view))
+            if now_s - sizer.seen_s < MEMBER_S:
+                shares[model_hash] = sizer.held()
         for instance in self._instances:
             instance.members = [member for member in instance.members if member in shares]
         for model_hash in sorted(shares, key=lambda m: (-shares[m], m)):
