@@ -65,16 +65,17 @@ async def run(say: Say, only: tuple[str, ...], seed: int = 0) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _two_of_each(
-    directory: Path, services: str, device: str, *, record: Path | None = None, policy: str = "carpool"
+    directory: Path, services: str, device: str, *, record: bool = False, policy: str = "carpool"
 ) -> AsyncIterator[Pool]:
     """A pool with two agents and two schedulers."""
     flags = ["--policy", policy]
+    recording = [["--record", str(path)] for path in _recordings(directory)] if record else [[], []]
     more = {
-        STANDBY: ["scheduler", "--id", "standby", *flags],
+        STANDBY: ["scheduler", "--id", "standby", *flags, *recording[1]],
         SECOND_WORKER: ["worker", "--id", "second", "--device", device, "--threads", "1"],
     }
-    first = [*flags, *(["--record", str(record)] if record is not None else [])]
     worker_flags = ("--id", "first", "--threads", "1")
+    first = [*flags, *recording[0]]
     async with running_pool(directory, services, device, *worker_flags, scheduler_flags=first, more=more) as pool:
 
         async def both() -> bool:
@@ -84,6 +85,11 @@ async def _two_of_each(
         if not await until(both, 30):
             raise CarpoolError("the second worker did not come up")
         yield pool
+
+
+def _recordings(directory: Path) -> tuple[Path, Path]:
+    """Whoever leads, what it hears and orders is recorded."""
+    return directory / "first.rec", directory / "standby.rec"
 
 
 @dataclass(slots=True)
@@ -252,7 +258,8 @@ OUTPUT_TOKENS = 24
 MOVED_S_MAX = 90.0
 """From the turn of the load to a second replica of the model that is busy now: what the coordinator waits to be sure, a
 drain, a load beside everything else on two cores, and one takeover by a standby."""
-AFTER_S = 5.0
+STEADY_S = 5.0
+"""A load has settled when capacity has fitted it this long."""
 COSTS = {"prefill_token_s": 2e-4, "step_const_s": 0.01, "step_request_s": 0.008}
 """Given, not measured: a slow device, so that a load which two cores can really carry needs more than one of them."""
 
@@ -281,24 +288,23 @@ class _Watch:
             await asyncio.sleep(0.5)
 
     def has_two(self, name: str, other: str) -> bool:
-        """Whether ``name`` serves from two devices and ``other`` from at most one."""
-        return len(set(self.ready.get(name, ()))) == 2 and len(self.ready.get(other, ())) <= 1
+        """Whether ``name`` serves from two devices and ``other`` from one."""
+        return len(set(self.ready.get(name, ()))) == 2 and len(self.ready.get(other, ())) == 1
 
 
 async def prove_moves(directory: Path, rng: random.Random, say: Say) -> Figures:
     """Three tiny vLLM models on two devices. When the load turns from one to another, the coordinator takes a replica from
-    the one and gives it to the other. The leader is killed in the middle of that; every request is answered whole, and the
-    dead leader's recording decides the same again."""
+    the one and gives it to the other. The leader is killed in the middle of that; every request is answered whole, and
+    what both leaders decided is decided the same again from their recordings."""
     return await _moves(directory, rng, say, _tiny)
 
 
 async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[str, int], str]) -> Figures:
     services = "".join(make(name, number) for number, name in enumerate(MODELS))
-    recording = directory / "decisions.rec"
     watch = _Watch()
     killed: list[tuple[float, str, str]] = []
     async with (
-        _two_of_each(directory, services, "cpu:1GiB", record=recording) as pool,
+        _two_of_each(directory, services, "cpu:1GiB", record=True) as pool,
         client_of(pool) as client,
         _wiretap(pool) as tap,
     ):
@@ -335,7 +341,11 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
         for entry in record.entries
         if isinstance(entry, TransactionEnded) and entry.transaction == swap
     ]
-    found = await asyncio.to_thread(replay, recording, make_policy)
+    replays = [await asyncio.to_thread(replay, path, make_policy) for path in _recordings(directory)]
+    orders = sum(found.orders for found in replays)
+    differences = [difference for found in replays for difference in found.differences]
+    for difference in differences:
+        say(f"moves: replayed differently: {difference.event} at {difference.now_s:.3f} s: {difference.recorded_orders}")
     figures = {
         "requests": len(answers),
         "requests_not_answered_whole": len(lost),
@@ -348,9 +358,9 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
         "killed_during": swap,
         "its_end": [f"{writer}: {failure or 'done'}" for writer, failure in ended_by],
         "why": why,
-        "replayed_steps": found.steps,
-        "replayed_orders": found.orders,
-        "replayed_differences": len(found.differences),
+        "replayed_steps": sum(found.steps for found in replays),
+        "replayed_orders": orders,
+        "replayed_differences": len(differences),
     }
     held = {
         "requests_not_answered_whole == 0": not lost,
@@ -358,7 +368,7 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
         "the leader was killed while capacity moved": bool(killed),
         "what the dead leader had begun was ended once, by its successor": len(ended_by) == 1 and ended_by[0][0] != dead,
         "explain tells why, with numbers": all(any(c.isdigit() for line in lines for c in line) for lines in why.values()),
-        "the recording decides the same again": not found.differences and found.orders > 0,
+        "the recordings decide the same again": not differences and orders > 0,
     }
     return figures, held
 
@@ -386,13 +396,17 @@ async def _phase(client: Any, rng: random.Random, busy: str, moved: Callable[[],
 
     arriving = [asyncio.create_task(arrive(name)) for name in MODELS]
 
-    async def has_moved() -> bool:
-        return moved()
+    since_s: float | None = None
 
-    in_time = await until(has_moved, MOVED_S_MAX)
-    moved_s = round(time.monotonic() - begun_s, 1) if in_time else None
-    say(f"moves: {f'{busy} has its second replica after {moved_s} s' if in_time else 'nothing moved in time'}")
-    await asyncio.sleep(AFTER_S)
+    async def settled() -> bool:
+        nonlocal since_s
+        now_s = time.monotonic()
+        since_s = None if not moved() else now_s if since_s is None else since_s
+        return since_s is not None and now_s - since_s >= STEADY_S
+
+    in_time = await until(settled, MOVED_S_MAX + STEADY_S)
+    moved_s = round(since_s - begun_s, 1) if in_time and since_s is not None else None
+    say(f"moves: {f'{busy} has two replicas for good after {moved_s} s' if in_time else 'nothing moved in time'}")
     stop.set()
     await asyncio.gather(*arriving)
     return _Phase(list(await asyncio.gather(*asked)), moved_s)
