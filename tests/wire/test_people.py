@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from broker.scheduler import Scheduler
 from profiles.registry import Registry
@@ -153,6 +154,23 @@ async def test_what_people_say_wrong(nats_server: NatsServer, tmp_path: Path) ->
         for verb, argument, words in WRONG:
             assert words in await refused(rig, verb, argument), (verb, argument)
         assert scheduler.overrides.known == Overrides()
+
+
+async def test_a_verb_that_fails_inside_is_answered(
+    nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its kind and no more, since its text may quote anything; the scheduler goes on (PAINS O2)."""
+    async with rig_on(nats_server, tmp_path) as rig:
+        scheduler = await led(rig)
+        await rig.apply(record("a"))
+
+        def fails(*_: object) -> None:
+            raise KeyError("a secret")
+
+        monkeypatch.setattr("broker.scheduler_control.explain_model", fails)
+        told = await refused(rig, "explain", {"what": "a"})
+        assert told == "explain: failed inside the scheduler (KeyError); its log says where"
+        assert not scheduler.broken.done()
 
 
 async def test_locks_outlive_the_bus_the_scheduler_and_each_other(nats_server: NatsServer, tmp_path: Path) -> None:
