@@ -62,6 +62,7 @@ class Forecast:
     """How long this key has been observed; a new one's forecast rests on little."""
 
 
+_ANSWERS_MAX = 16
 NOTHING = Forecast(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, False, 0.0)
 
 
@@ -91,6 +92,8 @@ class Forecaster:
         """Added to the scheduler's clock it gives wall-clock time: where in the day a moment lies."""
         self._series: dict[Key, Series] = {}
         self._events: dict[str, DeclaredEvent] = {}
+        self._answers: dict[Key, tuple[int, dict[float, Forecast]]] = {}
+        """By the number of closed windows: within a second the answer to a question stays the same, events apart."""
         self._heard_s: float | None = None
         self._turn: list[Key] = []
 
@@ -137,6 +140,18 @@ class Forecaster:
         if series is None:
             at_least = self._at_least(now_s, now_s + horizon_s, key) if self._events else 0.0
             return _flat(at_least) if at_least else NOTHING
+        if self._events:
+            return self._answer(now_s, key, horizon_s, series)
+        windows, answers = self._answers.get(key, (-1, {}))
+        if windows != series.windows or len(answers) >= _ANSWERS_MAX:
+            answers = {}
+            self._answers[key] = (series.windows, answers)
+        forecast = answers.get(horizon_s)
+        if forecast is None:
+            forecast = answers[horizon_s] = self._answer(now_s, key, horizon_s, series)
+        return forecast
+
+    def _answer(self, now_s: float, key: Key, horizon_s: float, series: Series) -> Forecast:
         mean, error = series.mix(horizon_s, 0.0, horizon_s, self.unix_offset_s)
         surge = series.surge()
         if surge is not None:
@@ -198,12 +213,15 @@ class Forecaster:
         """Drops what is known of a model that is gone."""
         for key in [key for key in self._series if key[0] == model_hash]:
             del self._series[key]
+            self._answers.pop(key, None)
 
     # ---------------------------------------------------------------------------------------------------------- private
 
     def _new(self, key: Key, window: int) -> Series:
         if len(self._series) >= self.settings.keys_max:
-            del self._series[min(self._series, key=lambda item: (self._series[item].last_load, item))]
+            longest = min(self._series, key=lambda item: (self._series[item].last_load, item))
+            del self._series[longest]
+            self._answers.pop(longest, None)
         series = self._series[key] = Series(self.settings.series, window)
         return series
 
