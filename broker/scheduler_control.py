@@ -125,13 +125,18 @@ class Control:
             return {"explains": "model", **msgspec.to_builtins(explained)}
         transaction = self._transactions.find(what)
         if transaction is not None:
-            told = explain_transaction(self._core, transaction, now_s, unix_s)
-            return {"explains": "transaction", **msgspec.to_builtins(told)}
+            steps = explain_transaction(self._core, transaction, now_s, unix_s)
+            return {"explains": "transaction", **msgspec.to_builtins(steps)}
         replica = self._core.pool.replicas.get(ReplicaId(what))
         if replica is not None and (of := self._core.catalogue.of_hash(replica.report.model_hash)) is not None:
             explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
             return {"explains": "model", **msgspec.to_builtins(explained)}
-        return {"explains": "request", **msgspec.to_builtins(await self._story(what))}
+        story = await self._story(what)
+        told = {"explains": "request", **msgspec.to_builtins(story)}
+        if story.state == "waiting" and (waits := self._registry.records.get(story.model)) is not None:
+            about = explain_model(self._core, self._transactions, waits, now_s, unix_s)
+            told["model_state"], told["waits_for"] = about.state, [*about.waits_for, *about.why]
+        return told
 
     async def _story(self, request: str) -> RequestStory:
         """What the gateway in the request's id knows of it."""

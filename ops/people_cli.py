@@ -247,6 +247,9 @@ def _request(result: dict[str, Any]) -> list[str]:
         )
     if result["first_output_s"] is not None:
         lines.append(f"  first out  after {result['first_output_s']:.2f} s")
+    if "waits_for" in result:
+        lines.append(f"  its model  {result['model']} is {result['model_state']}")
+        lines += [f"  {'' if number else 'waits for':<10} {line}" for number, line in enumerate(result["waits_for"])]
     return lines
 
 

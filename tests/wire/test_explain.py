@@ -104,6 +104,12 @@ async def test_a_model_a_scale_action_and_a_request_are_explained(nats_server: N
         story = await rig.control("explain", {"what": f"chatcmpl-{request}"})
         assert [(one["replica"], one["lost"]) for one in story["attempts"]] == [("b-1", True), ("b-2", False)]
         assert (story["explains"], story["state"], story["model"]) == ("request", "running", "b")
+        waiting = RequestId("gateway-0123456789-4")
+        recent.arrived(waiting, "a", profile, 101.0, 1_900_000_001.0)
+        story = await rig.control("explain", {"what": waiting})
+        assert (story["state"], story["model_state"]) == ("waiting", "refused")  # b is locked, and holds the room
+        assert "requests are refused" in story["waits_for"][0] and "makes room for b" in story["waits_for"][1]
+        assert "its model  a is refused" in await asyncio.to_thread(told, nats_server, "explain", waiting)
         # The command says the same in words; run beside the loop, since it brings a loop of its own.
         words = await asyncio.to_thread(told, nats_server, "explain", "b")
         assert "b: ready, class silver" in words and "a person locked it" in words and "carpool explain 1-" in words
