@@ -316,6 +316,8 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
                 _kill(pool.pid(_part_of(tap.leader)))
 
         try:
+            say("moves: one request for each model wakes it")
+            cold = await asyncio.gather(*(ask(client, name, "Hello", 4, stream=True) for name in MODELS))
             first = await _phase(client, rng, "a", lambda: watch.has_two("a", "b"), say)
             tap.on_command = strike
             second = await _phase(client, rng, "b", lambda: watch.has_two("b", "a"), say)
@@ -329,7 +331,7 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
     for entry in timeline:
         if entry["action"] in ("load", "evict", "unload"):
             say(f"moves: {entry['action']} {entry['model']}: {entry['reason']} ({entry['outcome']})")
-    answers = [*first.answers, *second.answers]
+    answers = [*cold, *first.answers, *second.answers]
     lost = [answer for answer in answers if not answer.whole]
     for answer in lost[:3]:
         say(f"moves: {answer.model}: status {answer.status}, {answer.error or answer.finish_reason}")
@@ -350,7 +352,8 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
         "requests": len(answers),
         "requests_not_answered_whole": len(lost),
         "requests_second_attempts": sum(answer.attempt > 1 for answer in answers),
-        "first_capacity_s": first.moved_s,
+        "woken_s": round(max(answer.first_s - answer.begun_s for answer in cold), 1),
+        "grown_s": first.moved_s,
         "moved_s": second.moved_s,
         "moved_s_max": MOVED_S_MAX,
         "ready_at_the_end": end,
