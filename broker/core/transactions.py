@@ -269,6 +269,9 @@ class Transactions:
         out: list[SchedulerCommand],
     ) -> None:
         for replica in victims:
+            for number in list(self._changed.get(replica, ())):
+                if self.running[number].stage is Stage.WAITING:
+                    self._abort(now_s, self.running[number], Fault.UNWANTED, "its replica leaves")
             self._pool.leave(replica)
             model_hash = self._pool.replicas[replica].report.model_hash
             victim = Victim(replica, model_hash, drained=forced, forced=forced, begun_s=now_s)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from broker.core.placement import SchedulerCore
+from broker.core.policy import Policy
 from broker.core.scheduler_events import (
     BeatSeen,
     BusRoundTripMade,
@@ -31,6 +32,7 @@ from broker.core.scheduler_events import (
     Ticked,
     WorkerReported,
 )
+from profiles.budget import with_kv
 from subjects.ids import DeviceId, IngressId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
@@ -49,6 +51,7 @@ from subjects.messages import (
     UnloadReplica,
 )
 from workers.control_messages import (
+    Changed,
     Drain,
     Drained,
     Failed,
@@ -57,7 +60,9 @@ from workers.control_messages import (
     Pong,
     Progress,
     Ready,
+    Resize,
     Stop,
+    ToAgent,
 )
 from workers.core.agent import AgentCore
 from workers.core.agent_events import (
@@ -128,7 +133,7 @@ class SimReplica:
 
     replica: ReplicaId
     record: ModelRecord
-    device: DeviceId
+    devices: tuple[DeviceId, ...]
     loading: bool = True
     open: bool = False
     draining: bool = False
@@ -150,7 +155,8 @@ class SimAgent:
                 worker=self.worker,
                 host=name,
                 devices=tuple(
-                    Device(DeviceId(device), DeviceKind.CPU, device, int(gib * GIB)) for device, gib in devices.items()
+                    Device(DeviceId(device), DeviceKind.CPU, device, int(gib * GIB), link="board")
+                    for device, gib in devices.items()
                 ),
                 engines=engines,
             )
@@ -189,7 +195,7 @@ class SimAgent:
 
     def _check(self) -> None:
         for device, capacity in self.capacity.items():
-            there = [replica for replica in self.replicas.values() if replica.device == device]
+            there = [replica for replica in self.replicas.values() if device in replica.devices]
             assert sum(replica.record.budget_bytes for replica in there) <= capacity, "budgets over capacity"
             assert self.core.reserved_bytes(device) <= capacity
             assert sum(replica.loading for replica in there) <= 1, "two loads at once on one device"
@@ -216,7 +222,7 @@ class SimAgent:
         world = self.world
         match command:
             case SpawnReplica():
-                replica = SimReplica(command.replica, command.record, command.device)
+                replica = SimReplica(command.replica, command.record, (command.device, *command.peers))
                 self.replicas[command.replica] = replica
                 world.loads.append((world.now_s, command.record.name, self.worker))
                 world.later(0.05, lambda: self._spawned(replica))
@@ -254,11 +260,11 @@ class SimAgent:
         if self.replicas.get(replica.replica) is replica:
             replica.loading = False
             replica.open = True
-            info = EngineInfo(SLOTS, 1024, 32, 1024, True, True)
+            info = EngineInfo(SLOTS, 1024, 32, 1024, True, True, resizes_kv=True)
             self._say(replica, Ready(info=info))
             self.world.dispatch()
 
-    def _say(self, replica: SimReplica, message: Pong | Progress | Ready | Load | Drained | Failed) -> None:
+    def _say(self, replica: SimReplica, message: ToAgent) -> None:
         if self.replicas.get(replica.replica) is replica:
             self.step(ControlReceived(replica.replica, message))
 
@@ -273,6 +279,10 @@ class SimAgent:
                 replica.draining = True
                 self.world.later(0.001, lambda: self.drained(replica))
                 self.world.later(message.timeout_s, lambda: self._give_back(replica))
+            case Resize():
+                replica.record = with_kv(replica.record, message.kv_bytes)
+                changed = Changed(number=message.number, kv_pages=1024)
+                self.world.later(0.01, lambda: self._say(replica, changed))
             case Stop():
                 self.world.later(0.05, lambda: self._exit(replica, 0))
             case _:
@@ -304,10 +314,16 @@ class SimAgent:
 class World:
     """One scheduler, some agents, one gateway, a heap of events."""
 
-    def __init__(self, *records: ModelRecord, seed: int = 0, settings: SchedulerSettings | None = None) -> None:
+    def __init__(
+        self,
+        *records: ModelRecord,
+        seed: int = 0,
+        settings: SchedulerSettings | None = None,
+        policy: Policy | None = None,
+    ) -> None:
         self.now_s = 100.0
         self.random = random.Random(seed)
-        self.core = SchedulerCore(settings)
+        self.core = SchedulerCore(settings, policy)
         self.agents: list[SimAgent] = []
         self.requests: list[Request] = []
         self.loads: list[tuple[float, str, WorkerId]] = []
