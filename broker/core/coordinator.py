@@ -73,6 +73,8 @@ class Coordinator:
     """Implements ``policy.Policy``."""
 
     name = "carpool"
+    needs_costs = True
+    """Models without costs are left to the scheduler's own rules."""
 
     def __init__(self, settings: CoordinatorSettings | None = None) -> None:
         self.settings = settings or CoordinatorSettings()

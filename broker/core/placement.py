@@ -111,6 +111,7 @@ class SchedulerCore:
         self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
         self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
         self.policy = policy
+        self.views.needs_costs = getattr(policy, "needs_costs", False)
         self.notes: dict[ModelHash, str] = {}
         """Per model the policy's last word on why it has what it has."""
         self.epoch: int | None = None
@@ -467,10 +468,10 @@ class SchedulerCore:
 
     def _place_what_waits(self, now_s: float, out: list[SchedulerCommand]) -> None:
         """The base rules: all models when there is no policy, or one that leaves this to them; else those that it may not
-        act for."""
+        act for, and those whose costs nobody knows."""
         restores, self._restores = self._restores, []
         policy = self.policy
-        if policy is not None and not policy.wakes_cold_models and self.catalogue.all_act:
+        if policy is not None and not policy.wakes_cold_models and self.catalogue.all_act and self._all_priced():
             return
         claimed: set[DeviceKey] = set()
         searches = 0
@@ -478,7 +479,11 @@ class SchedulerCore:
             model = self.catalogue.model(want.record.model_hash)
             if model.retry_s > now_s or self.catalogue.locked(want.record.model_hash):
                 continue
-            its_own = policy is not None and self.catalogue.mode(want.record.model_hash) is Mode.ACT
+            its_own = (
+                policy is not None
+                and self.catalogue.mode(want.record.model_hash) is Mode.ACT
+                and self.views.priced(want.record)
+            )
             if its_own and policy is not None and (want.grows or not policy.wakes_cold_models):
                 continue
             placement = self.planner.in_free_room(want, claimed)
@@ -491,6 +496,9 @@ class SchedulerCore:
                 claim = self.planner.claim(want, claimed)
                 if claim is not None:
                     claimed.add(claim)
+
+    def _all_priced(self) -> bool:
+        return all(self.views.priced(record) for record in self.catalogue.by_hash())
 
     def _drop_unwanted(self, now_s: float) -> None:
         """A newcomer that still waits for its device, and for which nobody waits any more, is not loaded."""

@@ -6,7 +6,7 @@ from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.describe import describe_need
 from broker.core.planning import Planner
 from broker.core.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
-from broker.core.pool import COMING, Demand, Flow, Pool, Replica, Reservation
+from broker.core.pool import COMING, Demand, Device, Flow, Pool, Replica, Reservation
 from broker.core.scheduler_events import MODELS_PER_DEVICE, SchedulerSettings
 from broker.core.transactions import Transactions
 from subjects.ids import ModelHash, ReplicaId, base_name
@@ -33,6 +33,10 @@ class ViewBuilder:
         self._planner = planner
         self._transactions = transactions
         self._replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = {}
+        self.needs_costs = False
+        """Whether the policy knows nothing of a model without costs."""
+        self._kinds_of: list[Device] | None = None
+        self._kinds: tuple[str, ...] = ()
 
     def build(self, now_s: float) -> PoolView:
         """The pool now, with demand as of the planner's last look, and the flow since the last view."""
@@ -41,6 +45,9 @@ class ViewBuilder:
         for held in self._pool.unlisted_reservations():
             coming.setdefault(held.model_hash, []).append(held)
         records = sorted(self._catalogue.by_hash(), key=lambda record: record.model_hash)
+        unpriced = [record for record in records if not self.priced(record)]
+        if unpriced:
+            records = [record for record in records if self.priced(record)]
         known, self._replicas = self._replicas, {}
         models = {
             record.model_hash: self._model(
@@ -51,11 +58,36 @@ class ViewBuilder:
         return PoolView(
             now_s=now_s,
             models=models,
-            devices=self._devices(),
+            devices=self._devices(self._held(unpriced, coming)),
             models_per_device_max=self._settings.models_per_device_max or MODELS_PER_DEVICE,
         )
 
-    def _devices(self) -> dict[DeviceKey, DeviceView]:
+    def priced(self, record: ModelRecord) -> bool:
+        """Whether the policy decides about a model. One that needs costs does so where they are known for some kind of
+        device here; else the model is left to the base rules, and the policy sees neither it nor the memory it holds."""
+        if not self.needs_costs:
+            return True
+        devices = self._pool.devices(usable=False)
+        if devices is not self._kinds_of:
+            self._kinds_of = devices
+            self._kinds = tuple(dict.fromkeys(device.report.device_type for device in devices))
+        return any(kind in record.costs for kind in self._kinds)
+
+    def _held(self, records: list[ModelRecord], coming: dict[ModelHash, list[Reservation]]) -> dict[DeviceKey, int]:
+        """Bytes that these models hold, or were promised, of each device."""
+        held: dict[DeviceKey, int] = {}
+        for record in records:
+            for replica in self._pool.replicas_for(record.model_hash):
+                for device in () if replica.dead else replica.devices:
+                    key = (replica.worker, device)
+                    held[key] = held.get(key, 0) + replica.report.budget_bytes
+            for promise in coming.get(record.model_hash, ()):
+                for device in promise.devices:
+                    key = (promise.worker, device)
+                    held[key] = held.get(key, 0) + promise.budget_bytes
+        return held
+
+    def _devices(self, held: dict[DeviceKey, int]) -> dict[DeviceKey, DeviceView]:
         pool = self._pool
         views = {}
         for device in pool.devices(usable=True):
@@ -65,7 +97,7 @@ class ViewBuilder:
                 report.kind,
                 report.device_type,
                 report.link,
-                report.memory_bytes,
+                report.memory_bytes - held.get(device.key, 0) if held else report.memory_bytes,
                 room.free_planned_bytes,
                 room.largest_free_bytes,
                 room.loads_coming,
