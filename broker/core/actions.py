@@ -69,7 +69,7 @@ class Actions:
         where = _where(placement.worker, placement.devices)
         for replica in leaving:
             name = self._catalogue.name(replica.report.model_hash)
-            reason = f"{self._planner.usage(now_s, replica)}; makes room for {record.name}"
+            reason = f"{self._planner.usage.text(now_s, replica)}; makes room for {record.name}"
             self._note(now_s, transaction, replica.replica, "evict", name, reason, where, replica.replica)
         self._note(now_s, transaction, "load", "load", record.name, placement.reason, where, None)
         return transaction
@@ -123,11 +123,11 @@ class Actions:
         newcomer = pool.replicas.get(resumption.newcomer) if resumption.newcomer is not None else None
         if began.record is not None and newcomer is None:
             known = [device for device in (pool.device(began.worker, key) for key in began.devices) if device is not None]
-            refusal = self._planner.cannot_span(began.record, known)
+            refusal = self._planner.sites.cannot_span(began.record, known)
             if refusal:
                 return refusal
             for device in known:
-                if self._planner.block_bytes(device, there) < began.record.budget_bytes:
+                if self._planner.sites.block_bytes(device, there) < began.record.budget_bytes:
                     return f"the room on {device.report.device} is gone"
         transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, out)
         where = _where(began.worker, began.devices)
@@ -183,7 +183,7 @@ class Actions:
             return f"{record.name} was unloaded by a person and nobody asks for it"
         if model.retry_s > now_s:
             return f"{record.name} backs off after a failed load"
-        count = self._planner.replicas_count(record.model_hash)
+        count = self._planner.usage.replicas_count(record.model_hash)
         if count >= record.max_replicas:
             return f"{record.name} has {count} of at most {record.max_replicas} replicas"
         if action.kv_bytes is not None:
@@ -192,7 +192,7 @@ class Actions:
         known = [device for device in devices if device is not None]
         if len(known) < len(devices):
             return "one of the devices is not known"
-        refusal = self._planner.cannot_span(record, known) or self._victims_refusal(action, known)
+        refusal = self._planner.sites.cannot_span(record, known) or self._victims_refusal(action, known)
         if refusal:
             return refusal
         victims = [pool.replicas[victim] for victim in action.victims]
@@ -238,32 +238,24 @@ class Actions:
             return f"{replica.replica} leaves already"
         if replica.dead or replica.report.state is not ReplicaState.READY:
             return f"{replica.replica} is not ready"
-        if self._planner.stays(replica):
+        if self._planner.usage.stays(replica):
             return f"{replica.replica} is pinned, locked or needed for a minimum"
         return ""
 
     def _room_refusal(self, record: ModelRecord, devices: list[Device], victims: list[Replica]) -> str:
         models_max = self._settings.models_per_device_max or MODELS_PER_DEVICE
         for device in devices:
-            room = self._pool.room(device)
             leavers = [victim for victim in victims if device.report.device in victim.devices]
-            block_bytes = self._planner.block_bytes(device, leavers)
+            block_bytes = self._planner.sites.block_bytes(device, leavers)
             if block_bytes < record.budget_bytes:
                 return (
                     f"{record.name} needs {bytes_text(record.budget_bytes)} on {device.report.device}, "
                     f"{bytes_text(max(0, block_bytes))} are to be had"
                 )
-            gone = {victim.replica for victim in leavers}
-            others = {
-                replica.report.model_hash
-                for replica in room.replicas
-                if replica.replica not in gone and replica.replica not in self._pool.leaving
-            }
-            others.update(held.model_hash for held in room.promised)
-            others.discard(record.model_hash)
+            others = self._planner.sites.others(device, record, leavers)
             if len(others) >= models_max:
                 return f"{device.report.device} has {len(others)} other models, at most {models_max} may share it"
-            if others and not self._planner.co_locates(record, others):
+            if others and not self._planner.sites.co_locates(record, others):
                 return f"{record.name} or a model on {device.report.device} wants its device for itself"
         return ""
 
@@ -274,7 +266,7 @@ class Actions:
         name = self._catalogue.name(replica.report.model_hash)
         coming = replica.report.state in COMING and not replica.dead and replica.replica not in self._pool.leaving
         refusal = "" if coming else self._may_not_leave(replica)
-        if coming and self._planner.stays(replica):
+        if coming and self._planner.usage.stays(replica):
             refusal = f"{replica.replica} is pinned, locked or needed for a minimum"
         if refusal:
             return refusal

@@ -52,10 +52,14 @@ class Catalogue:
         """Grows with every change."""
         self.all_co_locate = True
         """Whether no model wants a device for itself."""
+        self.any_stay = False
+        """Whether any model is pinned, locked, or has a minimum of replicas."""
         self.all_act = True
         """Whether the scheduler may act by itself for every model."""
         self._of_hash: dict[ModelHash, ModelRecord] = {}
         self._models: dict[ModelHash, Model] = {}
+        self._by_name: list[ModelRecord] = []
+        self._by_hash: list[ModelRecord] = []
         self._pins: dict[str, bool] = {}
         self._pinned: set[ModelHash] = set()
         self._locks: dict[str, bool] = {}
@@ -95,6 +99,9 @@ class Catalogue:
                 self._locked.add(record.model_hash)
             if self._pins.get(name, record.pinned):
                 self._pinned.add(record.model_hash)
+        self._by_name = [self.records[name] for name in sorted(self.records)]
+        self._by_hash = sorted(self._of_hash.values(), key=lambda record: record.name)
+        self.any_stay = bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
         self.all_act = all(mode is Mode.ACT for mode in self._mode_of.values())
 
     def pin(self, name: str, pinned: bool) -> None:
@@ -129,11 +136,11 @@ class Catalogue:
 
     def by_name(self) -> list[ModelRecord]:
         """All records in order of name."""
-        return [self.records[name] for name in sorted(self.records)]
+        return self._by_name
 
     def by_hash(self) -> list[ModelRecord]:
         """One record for each model, in order of name."""
-        return sorted(self._of_hash.values(), key=lambda record: record.name)
+        return self._by_hash
 
     def of_hash(self, model_hash: ModelHash) -> ModelRecord | None:
         """The record that speaks for a model, or None when nobody applied it."""
@@ -141,7 +148,10 @@ class Catalogue:
 
     def model(self, model_hash: ModelHash) -> Model:
         """The memory of a model, made when it is first asked for."""
-        return self._models.setdefault(model_hash, Model())
+        known = self._models.get(model_hash)
+        if known is None:
+            known = self._models[model_hash] = Model()
+        return known
 
     def name(self, model_hash: ModelHash) -> str:
         """A name for people."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from subjects.messages import ModelRecord, ReplicaState
 
@@ -22,24 +21,18 @@ _LOAD_S_GUESS = 5.0
 """What a load may take as long as none was observed: starting an engine, then reading the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a model takes of a device."""
-
-    text: str
-    load_s_guess: float
-
-
-def describe_need(record: ModelRecord) -> Need:
-    """The model's budget with its parts, and a first guess of its load time."""
+def describe_need(record: ModelRecord) -> str:
+    """What a model takes of a device, with its parts."""
     parts = (
         f"weights {bytes_text(record.weights_bytes)} + KV {bytes_text(record.kv_bytes)}"
         f" + overhead {bytes_text(record.overhead_bytes)}"
     )
-    return Need(
-        text=f"{bytes_text(record.budget_bytes)} ({parts})",
-        load_s_guess=_LOAD_S_GUESS + record.weights_bytes / _LOAD_BYTES_PER_S_GUESS,
-    )
+    return f"{bytes_text(record.budget_bytes)} ({parts})"
+
+
+def load_s_guess(record: ModelRecord) -> float:
+    """What a load may take as long as none was observed."""
+    return _LOAD_S_GUESS + record.weights_bytes / _LOAD_BYTES_PER_S_GUESS
 
 
 def bytes_text(count: int) -> str:

@@ -90,7 +90,14 @@ from subjects.messages import (
 ALERT_AGAIN_S = 60.0
 """An alert of the same kind and scope is raised again at most this often."""
 EVICTION_SEARCHES_MAX = 32
-"""For how many waiting models one decision looks for victims, longest waiting first: it must stay short in a big pool."""
+"""For how many waiting models one decision looks for victims, longest waiting first: it must stay short in a big pool,"""
+EVICTION_DEVICES_MAX = 4096
+"""and looks at no more than so many devices in all."""
+EVICTION_AGAIN_S = 0.5
+"""Where not all can be looked at, one for whom nobody could leave lets others have their turn this long."""
+DEVICES_AT_ONCE_MAX = 64
+DECISION_GAP_S = 20e-6
+"""In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together."""
 EARLY_DEATH_S = 30.0
 EARLY_DEATHS_MAX = 3
 """So many replicas in a row that die this soon after they were ready count as a failed load: a crash loop."""
@@ -122,6 +129,10 @@ class SchedulerCore:
         self._unix_offset_s = 0.0
         self._restores: list[Want] = []
         self._unfinished: tuple[JournalEntry, ...] = ()
+        self._undecided = False
+        self._gathers_until_s = -math.inf
+        self._scanned: tuple[int, int] | None = None
+        self._in_vain: dict[ModelHash, float] = {}
         self._told: tuple[int, int, int, int] | None = None
         self._alerted: dict[tuple[str, str], float] = {}
         self._looked_s = -math.inf
@@ -217,7 +228,11 @@ class SchedulerCore:
                 self._tick(now_s, out)
             case _:
                 assert_never(event)
-        if decide and self.leads:
+        self._undecided |= decide
+        if self._undecided and self.leads and (now_s >= self._gathers_until_s or isinstance(event, Ticked)):
+            self._undecided = False
+            devices = len(self.pool.devices(usable=False))
+            self._gathers_until_s = now_s + (DECISION_GAP_S * devices if devices > DEVICES_AT_ONCE_MAX else 0.0)
             self._settle(now_s, out)
             if self._may_decide(now_s):
                 if self._unfinished:
@@ -231,7 +246,7 @@ class SchedulerCore:
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
         starts = self.pool.ingress(now_s, event.telemetry)
-        if self.policy is not None and any(self.planner.replicas_count(model_hash) == 0 for model_hash in starts):
+        if self.policy is not None and any(self.planner.usage.replicas_count(model_hash) == 0 for model_hash in starts):
             self._look_now = True
         return bool(starts)
 
@@ -315,7 +330,9 @@ class SchedulerCore:
         if record is None or not self.leads:
             return
         self.catalogue.model(record.model_hash).held_down = True
-        for replica in self._listed(record.model_hash):
+        for replica in sorted(self.pool.replicas_for(record.model_hash), key=lambda r: r.replica):
+            if replica.dead:
+                continue
             self.actions.retire(now_s, replica, "asked for by a person", out=out)
 
     def _drain_requested(self, now_s: float, event: DrainRequested, out: list[SchedulerCommand]) -> None:
@@ -475,7 +492,11 @@ class SchedulerCore:
             return
         claimed: set[DeviceKey] = set()
         searches = 0
-        for want in self.planner.wants(restores):
+        devices = len(self.pool.devices(usable=True))
+        searches_max = max(4, min(EVICTION_SEARCHES_MAX, EVICTION_DEVICES_MAX // max(1, devices)))
+        wants = self.planner.wants(restores)
+        in_vain, self._in_vain = self._in_vain, {}
+        for want in wants:
             model = self.catalogue.model(want.record.model_hash)
             if model.retry_s > now_s or self.catalogue.locked(want.record.model_hash):
                 continue
@@ -486,16 +507,20 @@ class SchedulerCore:
             )
             if its_own and policy is not None and (want.grows or not policy.wakes_cold_models):
                 continue
-            placement = self.planner.in_free_room(want, claimed)
-            if placement is None and want.evicts and searches < EVICTION_SEARCHES_MAX:
-                searches += bool(self.planner.candidates(want.record))
-                placement = self.planner.by_eviction(now_s, want, claimed)
+            placement = self.planner.sites.in_free_room(want, claimed)
+            if placement is None and want.evicts:
+                vain_s = in_vain.get(want.record.model_hash, -math.inf)
+                waits_its_turn = len(wants) > searches_max and now_s - vain_s < EVICTION_AGAIN_S
+                if searches < searches_max and not waits_its_turn:
+                    searches += bool(self.planner.sites.groups(want.record))
+                    placement = self.planner.sites.by_eviction(want, claimed)
+                    vain_s = now_s
+                if placement is None:
+                    self._in_vain[want.record.model_hash] = vain_s
             if placement is not None:
                 self.actions.place(now_s, placement, want.record, restores=want.restores, out=out)
             elif want.waits and want.evicts and not model.failures and want.wait_s >= self.settings.minority_wait_s_max:
-                claim = self.planner.claim(want, claimed)
-                if claim is not None:
-                    claimed.add(claim)
+                claimed.update(self.planner.sites.claim(want, claimed))
 
     def _all_priced(self) -> bool:
         return all(self.views.priced(record) for record in self.catalogue.by_hash())
@@ -519,7 +544,11 @@ class SchedulerCore:
     def _retire_what_must_go(self, now_s: float, out: list[SchedulerCommand]) -> None:
         """Models nobody applied, replicas declared dead that still exist, drains nobody finishes, long idleness."""
         idle_unload_s = self.settings.idle_unload_s
-        for replica in sorted(self.pool.replicas.values(), key=lambda r: r.replica):
+        news = (self.pool.news, self.catalogue.news)
+        if news == self._scanned and idle_unload_s is None:
+            return  # Nothing of all this has changed.
+        self._scanned = news
+        for replica in list(self.pool.replicas_in_order()):
             worker = self.pool.workers[replica.worker]
             if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is ReplicaState.FAILED:
                 continue
@@ -538,14 +567,10 @@ class SchedulerCore:
                 idle_unload_s is not None
                 and replica.report.state is ReplicaState.READY
                 and not self.planner.demand(record.model_hash).any
-                and (idle_s := self.planner.idle_s(now_s, replica)) >= idle_unload_s
-                and not self.planner.stays(replica)
+                and (idle_s := self.planner.usage.idle_s(now_s, replica)) >= idle_unload_s
+                and not self.planner.usage.stays(replica)
             ):
                 self.actions.retire(now_s, replica, f"idle for {seconds_text(idle_s)}", out=out)
-
-    def _listed(self, model_hash: ModelHash) -> list[Replica]:
-        found = [r for r in self.pool.replicas.values() if r.report.model_hash == model_hash and not r.dead]
-        return sorted(found, key=lambda r: r.replica)
 
     # ----------------------------------------------------------------------------------------------------- digest, alerts
 
@@ -556,8 +581,9 @@ class SchedulerCore:
             return
         self._told = news
         outlooks = {}
+        may_decide = self._may_decide(now_s)
         for record in self.catalogue.by_name():
-            outlook = self.planner.outlook(now_s, record) if self._may_decide(now_s) else Outlook()
+            outlook = self.planner.outlook(now_s, record) if may_decide else Outlook()
             outlooks[record.name] = (record, outlook)
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"

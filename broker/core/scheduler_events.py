@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
@@ -18,7 +16,6 @@ from subjects.messages import (
     Mode,
     ModelRecord,
     PoolDigest,
-    TimelineEntry,
     WorkerCommand,
     WorkerEvent,
     WorkerSnapshot,
@@ -366,15 +363,11 @@ class AppendJournal:
 
 @dataclass(frozen=True, slots=True)
 class PublishDigest:
-    """Tell everybody the state of the pool: without timeline, which is :attr:`stored` for a successor."""
+    """Tell everybody the state of the pool. ``stored`` is the copy for the bucket, from which a successor goes on: it has
+    the timeline and all of the dead besides."""
 
     digest: PoolDigest
-    timeline: tuple[TimelineEntry, ...] = ()
-
-    @property
-    def stored(self) -> PoolDigest:
-        """The copy for the bucket, from which a successor goes on."""
-        return msgspec.structs.replace(self.digest, timeline=self.timeline)
+    stored: PoolDigest
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.core.catalogue import Catalogue, DeviceKey
-from broker.core.describe import describe_need
+from broker.core.describe import load_s_guess
 from broker.core.planning import Planner
 from broker.core.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
 from broker.core.pool import COMING, Demand, Device, Flow, Pool, Replica, Reservation
@@ -141,7 +141,7 @@ class ViewBuilder:
             arrivals=_arrivals(flow),
             finished=flow.finished if flow is not None else 0,
             within_slo=flow.within_slo if flow is not None else 0,
-            load_s=model.load_s if model.load_s is not None else describe_need(record).load_s_guess,
+            load_s=model.load_s if model.load_s is not None else load_s_guess(record),
             may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(model_hash),
             may_act=catalogue.mode(model_hash) is Mode.ACT,
             finished_output_tokens=flow.finished_output_tokens if flow is not None else 0,

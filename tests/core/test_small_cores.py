@@ -6,7 +6,7 @@ import pytest
 
 from broker.core.catalogue import Catalogue, Model
 from broker.core.demand import DemandLedger
-from broker.core.describe import bytes_text, describe_need, seconds_text
+from broker.core.describe import bytes_text, describe_need, load_s_guess, seconds_text
 from subjects.ids import DeviceId, ModelHash, RequestId, Tenant, WorkerId
 from subjects.messages import Endpoint, Lane, ModelDemand, RequestKind, RequestProfile, SlaClass
 from tests.core.scheduler_world import model_hash, record
@@ -148,9 +148,9 @@ def test_seconds_in_words(seconds: float, text: str) -> None:
 
 def test_a_need_is_told_with_its_parts_and_a_first_guess() -> None:
     """Five seconds and what 200 MiB a second take, as long as no load was seen."""
-    need = describe_need(record("a", 4.0))
-    assert need.text == "4.0 GiB (weights 3.0 GiB + KV 512.0 MiB + overhead 512.0 MiB)"
-    assert need.load_s_guess == pytest.approx(5.0 + 3072 / 200)
+    need = record("a", 4.0)
+    assert describe_need(need) == "4.0 GiB (weights 3.0 GiB + KV 512.0 MiB + overhead 512.0 MiB)"
+    assert load_s_guess(need) == pytest.approx(5.0 + 3072 / 200)
 
 
 def test_names_of_one_hash_share_a_model() -> None:
