@@ -31,14 +31,17 @@ def _rps(size: str, replicas: float) -> float:
 
 STEP_QPS = (100.0, 400.0)
 NEAR_S = (0.3, 3.0)
+CALM_REPLICAS = 2
 
 
 def pulse_workload(shape: str, warm_s: float) -> Workload:
     """OPS-9 round 3 (``ramp``), or its model going up in one step; loads take ``warm_s``."""
     made = workload("pulse")
     ladder = LoadLadder(warm_s=warm_s, cold_s=max(warm_s, made.ladder.cold_s))
+    # An autoscaler starts from a split that suits the calm, as all days before the pulse have left it.
+    static = made.static_replicas | {"pulsed": CALM_REPLICAS}
     if shape == "ramp":
-        return replace(made, ladder=ladder)
+        return replace(made, ladder=ladder, static_replicas=static)
     lines = (
         Steady(
             made.models[0],
@@ -50,7 +53,7 @@ def pulse_workload(shape: str, warm_s: float) -> Workload:
         Steady(made.models[2], ((0.0, 30.0),)),
     )
     window = Window(0.0, 60.0, PULSE_AT_S + 60.0)
-    return steady_workload("pulse-step", lines, window, made.pool.devices, made.static_replicas, ladder)
+    return steady_workload("pulse-step", lines, window, made.pool.devices, static, ladder)
 
 
 def pulse(seed: int, processes: int, say: Say) -> Figures:
