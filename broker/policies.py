@@ -8,7 +8,8 @@ from subjects.errors import ConfigError
 RULES = "rules"
 """The scheduler's own rules alone (``broker.core.placement``): models wake on demand, and share by turns."""
 POLICIES = ("carpool", RULES)
-DEFAULT_POLICY = RULES
+DEFAULT_POLICY = "carpool"
+"""It decides about models whose costs are known; the others follow the rules beside it."""
 
 
 def make_policy(name: str) -> Policy | None:

@@ -60,7 +60,7 @@ _RECORDING = click.Path(path_type=Path, dir_okay=False)
 _policy = click.option(
     "--policy",
     type=click.Choice(_POLICIES),
-    help="Who decides for the pool: the coordinator (carpool), or the scheduler's own rules alone. Default: rules.",
+    help="Who decides: the coordinator (carpool, the default; models without costs follow the rules), or the rules alone.",
 )
 
 
