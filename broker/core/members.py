@@ -127,7 +127,9 @@ class Changes:
     appeared: tuple[Replica, ...] = ()
     changed: tuple[Replica, ...] = ()
     vanished: tuple[Replica, ...] = ()
+    ended: tuple[Replica, ...] = ()
+    """Failed before, and their processes are gone now."""
 
     @property
     def any(self) -> bool:
-        return bool(self.appeared or self.changed or self.vanished)
+        return bool(self.appeared or self.changed or self.vanished or self.ended)

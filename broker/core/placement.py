@@ -277,6 +277,8 @@ class SchedulerCore:
                 self.pool.declare_dead(replica.replica)  # It did not survive its drain; its requests go on elsewhere.
             else:
                 self._lost(now_s, replica, replica.report.failure, out)
+        for replica in changes.ended:
+            self.transactions.replica_seen(now_s, replica)
         for replica in changes.vanished:
             ours = self.transactions.replica_gone(now_s, replica.replica, "")
             # A failed one was counted before; one that drained for somebody else left as it should.

@@ -208,6 +208,7 @@ class Pool:
             self.ended(replica.replica)
         appeared: list[Replica] = []
         changed: list[Replica] = []
+        ended: list[Replica] = []
         for report in snapshot.replicas:
             if report.replica in self._ended:
                 continue
@@ -230,12 +231,14 @@ class Pool:
             if moved:
                 changed.append(known)
                 known.ready_s = None
+            elif report.state is ReplicaState.FAILED and old.budget_bytes and not report.budget_bytes:
+                ended.append(known)
             if report.state is ReplicaState.READY and known.ready_s is None:
                 known.ready_s = now_s - report.state_s
-        if not (appeared or changed or vanished):
+        if not (appeared or changed or vanished or ended):
             return _NO_CHANGES
         self.news += 1
-        return Changes(tuple(appeared), tuple(changed), tuple(vanished))
+        return Changes(tuple(appeared), tuple(changed), tuple(vanished), tuple(ended))
 
     def _take_devices(self, worker: Worker, before: WorkerSnapshot | None, snapshot: WorkerSnapshot) -> None:
         known = self._device_of.get(snapshot.worker, {})

@@ -145,7 +145,7 @@ def play(scenario: Scenario) -> World:
     world.run(31.0)
     world.core.policy = None
     world.run_until(world.all_ended, bound_s=SETTLE_S)
-    world.run(60.0 if scenario.meddles else 5.0)  # What was begun for nobody ends by itself.
+    world.run(60.0 if scenario.meddles else 10.0)  # What was begun for nobody ends by itself.
     return world
 
 
