@@ -224,7 +224,7 @@ class SchedulerCore:
                 self.pool.round_trip(now_s)
                 decide = False
             case Ticked():
-                self._unix_offset_s = self.transactions.unix_offset_s = event.unix_s - now_s
+                self._unix_offset_s = self.transactions.orders.unix_offset_s = event.unix_s - now_s
                 self._tick(now_s, out)
             case _:
                 assert_never(event)
@@ -239,7 +239,7 @@ class SchedulerCore:
                     self._resume(now_s, out)
                 self._decide(now_s, out)
             self._publish(now_s, out)
-        journal = self.transactions.take_journal()
+        journal = self.transactions.orders.take_journal()
         if journal:
             out.insert(0, AppendJournal(journal))
         return out
@@ -288,7 +288,7 @@ class SchedulerCore:
     def _answered(self, now_s: float, event: CommandAnswered, out: list[SchedulerCommand]) -> None:
         self.pool.epoch_seen_max = max(self.pool.epoch_seen_max, event.reply.epoch_seen)
         if event.reply.outcome is CommandOutcome.STALE_EPOCH:
-            if self.leads and self.transactions.has_operation(event.reply.operation):
+            if self.leads and self.transactions.orders.find(event.reply.operation) is not None:
                 out.append(Resign(f"a worker has obeyed epoch {event.reply.epoch_seen}, ours is {self.epoch}"))
             return
         self.transactions.answered(now_s, event.reply, out)
@@ -439,7 +439,7 @@ class SchedulerCore:
                 if not refusal:
                     continue
             failure = "" if resumption.course is Course.FINISHED else refusal or resumption.why
-            self.transactions.close(now_s, resumption.recorded.name, failure)
+            self.transactions.orders.close(now_s, resumption.recorded.name, failure)
             if refusal or resumption.course is Course.MAKE_GOOD:
                 began = resumption.recorded.began
                 what = began.record.name if began.record is not None else "another model"

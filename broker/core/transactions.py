@@ -28,29 +28,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from broker.core.orders import Orders
 from broker.core.pool import COMING, Pool, Replica, Reservation, Worker
-from broker.core.scheduler_events import Placement, SchedulerCommand, SchedulerSettings, SendCommand
+from broker.core.scheduler_events import Placement, SchedulerCommand, SchedulerSettings
 from broker.core.transaction import TRANSITIONS as TRANSITIONS
 from broker.core.transaction import Change, Fault, Kind, Operation, Transaction, Victim
 from broker.core.transaction import Stage as Stage
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId, base_name
+from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
     DrainReplica,
-    JournalEntry,
     LoadModel,
     ModelRecord,
     OperationEnded,
     ReplicaState,
-    ResizeKv,
-    SetConcurrency,
-    StepEnded,
-    StepSent,
     TransactionBegan,
-    TransactionEnded,
-    UnloadReplica,
-    WorkerCommand,
 )
 
 
@@ -60,25 +53,18 @@ class Transactions:
     def __init__(self, settings: SchedulerSettings, pool: Pool) -> None:
         self._settings = settings
         self._pool = pool
-        self._epoch = 0
-        self._operations_begun = 0
         self._begun = 0
-        self._operations: dict[OperationId, Operation] = {}
         self._ended: list[Transaction] = []
-        self._journal: list[JournalEntry] = []
         self._newcomers: dict[str, int] = {}
         self._leavers: dict[ReplicaId, int] = {}
         self._changed: dict[ReplicaId, dict[int, None]] = {}
         self.running: dict[int, Transaction] = {}
-        self.unix_offset_s = 0.0
-        """Added to the scheduler's clock it gives wall-clock time, for the journal."""
+        self.orders = Orders(settings)
 
     def lead(self, epoch: int) -> None:
         """Starts over under an epoch of our own; what agents still do for others shows in their reports."""
-        self._epoch = epoch
-        self._operations.clear()
+        self.orders.lead(epoch)
         self._ended.clear()
-        self._journal.clear()
         self._newcomers.clear()
         self._leavers.clear()
         self._changed.clear()
@@ -89,15 +75,6 @@ class Transactions:
         """Those that have ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
-
-    def take_journal(self) -> tuple[JournalEntry, ...]:
-        """What there is to append since the last call, in order."""
-        journal, self._journal = self._journal, []
-        return tuple(journal)
-
-    def has_operation(self, operation: OperationId) -> bool:
-        """Whether an operation is one of ours and still runs."""
-        return operation in self._operations
 
     def changes(self, replica: ReplicaId) -> bool:
         """Whether a change of this replica is under way."""
@@ -126,7 +103,7 @@ class Transactions:
         transaction.restores = restores
         transaction.by_policy = by_policy
         slug = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in record.name)[:24]
-        transaction.replica_name = f"{slug}-{self._epoch}-{transaction.number}"
+        transaction.replica_name = f"{slug}-{self.orders.epoch}-{transaction.number}"
         self._newcomers[transaction.replica_name] = transaction.number
         self._pool.reserve(
             Reservation(
@@ -179,7 +156,7 @@ class Transactions:
 
     def _begin(self, now_s: float, kind: Kind, worker: WorkerId, devices: tuple[DeviceId, ...], reason: str) -> Transaction:
         self._begun += 1
-        name = f"{self._epoch}-{self._begun}"
+        name = f"{self.orders.epoch}-{self._begun}"
         drain_s = self._settings.drain_s
         transaction = Transaction(self._begun, name, kind, worker, devices, reason, now_s, now_s, drain_s=drain_s)
         self.running[transaction.number] = transaction
@@ -188,27 +165,8 @@ class Transactions:
     def _began(
         self, now_s: float, transaction: Transaction, replicas: tuple[ReplicaId, ...], *, forced: bool = False
     ) -> None:
-        change = transaction.change
-        self._journal.append(
-            TransactionBegan(
-                transaction=transaction.name,
-                kind=transaction.kind.value,
-                at_unix_s=now_s + self.unix_offset_s,
-                reason=transaction.reason,
-                worker=transaction.worker,
-                devices=transaction.devices,
-                record=transaction.record,
-                replica_name=transaction.replica_name,
-                restores=transaction.restores,
-                by_policy=transaction.by_policy,
-                replicas=replicas,
-                model_hashes=tuple(self._pool.replicas[replica].report.model_hash for replica in replicas),
-                forced=forced,
-                drain_s=transaction.drain_s,
-                kv_bytes=change.kv_bytes if change is not None else None,
-                slots=change.slots if change is not None else None,
-            )
-        )
+        model_hashes = [self._pool.replicas[replica].report.model_hash for replica in replicas]
+        self.orders.begin(now_s, transaction, replicas, model_hashes, forced=forced)
 
     def take_up(
         self,
@@ -255,10 +213,6 @@ class Transactions:
             transaction.replica = newcomer.replica
         return transaction
 
-    def close(self, now_s: float, name: str, failure: str) -> None:
-        """Writes the end of a transaction of an earlier leader that is not taken up."""
-        self._journal.append(TransactionEnded(transaction=name, at_unix_s=now_s + self.unix_offset_s, failure=failure))
-
     def _send_away(
         self,
         now_s: float,
@@ -278,114 +232,15 @@ class Transactions:
             transaction.victims[replica] = victim
             self._leavers[replica] = transaction.number
             if forced:
-                self._unload(now_s, transaction, victim, out)
-                continue
-            command = DrainReplica(
-                operation=self._next_operation(),
-                epoch=self._epoch,
-                reason=transaction.reason,
-                replica=replica,
-                timeout_s=transaction.drain_s,
-            )
-            limit_s = transaction.drain_s + self._settings.step_grace_s
-            self._order(now_s, transaction, command, replica, limit_s, out)
-
-    def _unload(self, now_s: float, transaction: Transaction, victim: Victim, out: list[SchedulerCommand]) -> None:
-        victim.unloads += 1
-        command = UnloadReplica(
-            operation=self._next_operation(),
-            epoch=self._epoch,
-            reason=transaction.reason,
-            replica=victim.replica,
-            force=victim.forced or victim.unloads > 1,
-        )
-        self._order(now_s, transaction, command, victim.replica, self._settings.unload_s_max, out)
-
-    def _load(self, now_s: float, transaction: Transaction, record: ModelRecord, out: list[SchedulerCommand]) -> None:
-        transaction.move(now_s, Stage.LOADING)
-        transaction.load_begun_s = now_s
-        name = transaction.replica_name
-        self._pool.reserve(replace(self._pool.reservations[name], sent=True))
-        command = LoadModel(
-            operation=self._next_operation(),
-            epoch=self._epoch,
-            reason=transaction.reason,
-            device=transaction.device,
-            record=record,
-            replica_name=name,
-            timeout_s=self._settings.load_s_max,
-            peers=transaction.devices[1:],
-        )
-        limit_s = self._settings.load_s_max + self._settings.step_grace_s
-        self._order(now_s, transaction, command, None, limit_s, out)
-
-    def _change(self, now_s: float, transaction: Transaction, change: Change, out: list[SchedulerCommand]) -> None:
-        transaction.move(now_s, Stage.CHANGING)
-        command: WorkerCommand
-        if change.kv_bytes is not None:
-            sure_bytes = self._pool.replicas[change.replica].report.budget_bytes + change.growth_bytes
-            self._pool.resize(change.replica, sure_bytes, change.budget_bytes)
-            command = ResizeKv(
-                operation=self._next_operation(),
-                epoch=self._epoch,
-                reason=transaction.reason,
-                replica=change.replica,
-                kv_bytes=change.kv_bytes,
-            )
-        else:
-            assert change.slots is not None, "a change is one of the two"
-            command = SetConcurrency(
-                operation=self._next_operation(),
-                epoch=self._epoch,
-                reason=transaction.reason,
-                replica=change.replica,
-                slots=change.slots,
-            )
-        self._order(now_s, transaction, command, None, self._settings.change_s_max, out)
-
-    def _next_operation(self) -> OperationId:
-        self._operations_begun += 1
-        return OperationId(f"op-{self._epoch}-{self._operations_begun}")
-
-    def _order(
-        self,
-        now_s: float,
-        transaction: Transaction,
-        command: WorkerCommand,
-        victim: ReplicaId | None,
-        limit_s: float,
-        out: list[SchedulerCommand],
-    ) -> None:
-        self._operations[command.operation] = Operation(
-            command.operation, transaction.number, transaction.worker, command, victim, now_s, now_s + limit_s, now_s
-        )
-        self._journal.append(
-            StepSent(
-                transaction=transaction.name,
-                operation=command.operation,
-                worker=transaction.worker,
-                at_unix_s=now_s + self.unix_offset_s,
-                command=command,
-            )
-        )
-        out.append(SendCommand(transaction.worker, command, self._settings.answer_s_max))
-
-    def _step_ended(self, now_s: float, operation: Operation, failure: str) -> None:
-        del self._operations[operation.operation]
-        self._journal.append(
-            StepEnded(
-                transaction=self.running[operation.transaction].name,
-                operation=operation.operation,
-                at_unix_s=now_s + self.unix_offset_s,
-                failure=failure,
-            )
-        )
+                self.orders.unload(now_s, transaction, victim, out)
+            else:
+                self.orders.drain(now_s, transaction, replica, out)
 
     # --------------------------------------------------------------------------------------------------------- answers
 
     def answered(self, now_s: float, reply: CommandReply, out: list[SchedulerCommand]) -> None:
         """A worker took or refused a command. (A stale epoch is the caller's business.)"""
-        operation = self._operations.get(reply.operation)
+        operation = self.orders.find(reply.operation)
         if operation is None:
             return
         match reply.outcome:
@@ -398,7 +253,7 @@ class Transactions:
 
     def operation_ended(self, now_s: float, event: OperationEnded, out: list[SchedulerCommand]) -> None:
         """The end of a step, good or bad."""
-        operation = self._operations.get(event.operation)
+        operation = self.orders.find(event.operation)
         if operation is None:
             return
         transaction = self.running[operation.transaction]
@@ -413,11 +268,11 @@ class Transactions:
         elif transaction.change is not None:
             self._changed_as_told(now_s, operation, transaction, transaction.change)
         else:
-            self._step_ended(now_s, operation, "")
+            self.orders.ended(now_s, transaction, operation, "")
             self._loaded(now_s, transaction, event.replica, event.took_s)
 
     def _changed_as_told(self, now_s: float, operation: Operation, transaction: Transaction, change: Change) -> None:
-        self._step_ended(now_s, operation, "")
+        self.orders.ended(now_s, transaction, operation, "")
         if change.kv_bytes is not None:
             self._pool.was_resized(change.replica, change.budget_bytes, change.kv_bytes)
         transaction.took_s = now_s - transaction.stage_s
@@ -426,12 +281,12 @@ class Transactions:
     def _left_a_step(
         self, now_s: float, operation: Operation, transaction: Transaction, out: list[SchedulerCommand]
     ) -> None:
-        self._step_ended(now_s, operation, "")
+        self.orders.ended(now_s, transaction, operation, "")
         assert operation.victim is not None
         victim = transaction.victims[operation.victim]
         if isinstance(operation.command, DrainReplica):
             victim.drained = True
-            self._unload(now_s, transaction, victim, out)
+            self.orders.unload(now_s, transaction, victim, out)
         else:
             self._pool.ended(victim.replica)
             self.replica_gone(now_s, victim.replica, "")
@@ -447,7 +302,7 @@ class Transactions:
         unsure: bool = False,
     ) -> None:
         transaction = self.running[operation.transaction]
-        self._step_ended(now_s, operation, failure)
+        self.orders.ended(now_s, transaction, operation, failure)
         if operation.victim is None:
             self._abort(now_s, transaction, fault, failure, unsure=unsure)
             return
@@ -455,7 +310,7 @@ class Transactions:
         if isinstance(operation.command, DrainReplica):
             transaction.overran = True
             victim.forced = True
-            self._unload(now_s, transaction, victim, out)
+            self.orders.unload(now_s, transaction, victim, out)
         elif victim.unloads < self._settings.sends_max:
             # The next one is forced. A pause, so that an agent that refuses at once is not asked in a busy loop.
             victim.not_before_s = now_s + self._settings.answer_s_max
@@ -503,8 +358,7 @@ class Transactions:
         victim.gone_s = now_s
         if not victim.drained:
             victim.forced = transaction.overran = True
-        for operation in [o for o in self._operations.values() if o.victim == replica and o.transaction == number]:
-            self._step_ended(now_s, operation, "")
+        self.orders.victim_gone(now_s, transaction, replica)
         self._advance(now_s, transaction)
         return True
 
@@ -519,8 +373,8 @@ class Transactions:
     def tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
         """Sends again what got no answer, asks for ends that are missing, and ends what is out of time."""
         settings = self._settings
-        for operation in list(self._operations.values()):
-            if operation.operation not in self._operations:
+        for operation in self.orders.running():
+            if self.orders.find(operation.operation) is None:
                 continue  # Its transaction ended meanwhile.
             if now_s >= operation.deadline_s:
                 # A load that took longer than it may is the model's failure; a worker that never answered is not.
@@ -533,16 +387,14 @@ class Transactions:
             if not operation.answered and operation.sends >= settings.sends_max:
                 self._failed(now_s, operation, "the worker does not answer", Fault.PLACE, out, unsure=True)
                 continue
-            operation.sends += not operation.answered
-            operation.sent_s = now_s
-            out.append(SendCommand(operation.worker, operation.command, settings.answer_s_max))
+            self.orders.again(now_s, operation, out)
         for transaction in list(self.running.values()):
             if transaction.number not in self.running:
                 continue
             for victim in transaction.victims.values():
                 if not victim.gone and 0.0 < victim.not_before_s <= now_s:
                     victim.not_before_s = 0.0
-                    self._unload(now_s, transaction, victim, out)
+                    self.orders.unload(now_s, transaction, victim, out)
             waited_s = now_s - transaction.stage_s
             snapshot = self._pool.workers[transaction.worker].snapshot
             if transaction.stage is Stage.WAITING and snapshot is not None and snapshot.draining:
@@ -592,6 +444,19 @@ class Transactions:
                     # Else single loads could take its devices in turns for ever.
                     kept.update((transaction.worker, device) for device in transaction.devices)
 
+    def _load(self, now_s: float, transaction: Transaction, record: ModelRecord, out: list[SchedulerCommand]) -> None:
+        transaction.move(now_s, Stage.LOADING)
+        transaction.load_begun_s = now_s
+        self._pool.reserve(replace(self._pool.reservations[transaction.replica_name], sent=True))
+        self.orders.load(now_s, transaction, record, out)
+
+    def _change(self, now_s: float, transaction: Transaction, change: Change, out: list[SchedulerCommand]) -> None:
+        transaction.move(now_s, Stage.CHANGING)
+        if change.kv_bytes is not None:
+            sure_bytes = self._pool.replicas[change.replica].report.budget_bytes + change.growth_bytes
+            self._pool.resize(change.replica, sure_bytes, change.budget_bytes)
+        self.orders.change(now_s, transaction, change, out)
+
     def cancel(self, now_s: float, transaction: Transaction, reason: str, out: list[SchedulerCommand]) -> Transaction | None:
         """Takes a placement back: one that waits ends at once and is returned, of one that loads the retirement is. None
         while victims leave for it, since a drain cannot be undone, and while nobody has listed what loads."""
@@ -619,8 +484,7 @@ class Transactions:
 
     def _end(self, now_s: float, transaction: Transaction, stage: Stage, *, unsure: bool = False) -> None:
         transaction.move(now_s, stage)
-        for operation in [o for o in self._operations.values() if o.transaction == transaction.number]:
-            del self._operations[operation.operation]
+        self.orders.over(now_s, transaction, transaction.failure if stage is Stage.ABORTED else "")
         held = self._pool.release(transaction.replica_name)
         listed = self._pool.replica_named(transaction.worker, transaction.replica_name) is not None
         if held is not None and held.sent and not listed and (stage is Stage.DONE or unsure):
@@ -640,10 +504,3 @@ class Transactions:
                 self._pool.resized(change.replica)
         del self.running[transaction.number]
         self._ended.append(transaction)
-        self._journal.append(
-            TransactionEnded(
-                transaction=transaction.name,
-                at_unix_s=now_s + self.unix_offset_s,
-                failure=transaction.failure if stage is Stage.ABORTED else "",
-            )
-        )
