@@ -20,6 +20,8 @@ POINTS_MAX = 150
 POLICIES_MAX = 24
 PAGE_BYTES_MAX = 40_000_000
 _GAP_MINUTES = 0.6
+_TEXT_PLACES = ("top center", "bottom center", "middle right", "top right", "bottom right")
+"""In turn, so that neighbours' names do not lie on each other."""
 _COLOURS = (
     "#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0", "#2d3e50",
 )  # fmt: skip
@@ -37,8 +39,9 @@ constant, and more per request and per token of context, and each prompt its own
 public measurements of an H100 with 72 GB usable). Every model and device is faster or slower than its profile by a
 factor drawn from the seed, so no policy's arithmetic is exactly right.
 
-Replicas of several models on one device share its memory by budgets and its time by slices: while k of them have work
-each runs at 0.97 / k of its speed. So sharing a device gains nothing in throughput, which is conservative.
+Replicas of several models on one device share its memory by budgets and its time by turns: an engine that only decodes
+lets its neighbours go first while its steps come often enough for its target, and while several have work 3 % of the
+time is lost. So sharing a device gains nothing in throughput, which is conservative.
 
 A load takes 3 s with the weights in the node's memory and 60 s from afar unless the row says otherwise; loads on one
 device are serial, and loads from afar share their node's link. hpa always loads from afar: a new pod pulls its weights.
@@ -132,7 +135,7 @@ def _html_table(table: Table, rows: Sequence[Row]) -> str:
 
 def _html_row(table: Table, row: Row) -> str:
     ratio = ratio_to(table, row, "static", inverse=True)
-    cells = [html.escape(row.policy), _n(row.gpu_hours), _n(ratio, 2)]
+    cells = [html.escape(row.policy), _n(row.gpu_hours, 2), _n(ratio, 2)]
     result = row.result
     if result is not None:
         cells += [
@@ -182,9 +185,8 @@ def _cost_against_slo(rows: Sequence[Row]) -> Any:
     from plotly.graph_objects import Figure, Scatter
 
     figure = Figure()
-    for row in rows:
-        if row.result is None:
-            continue
+    for number, row in enumerate(row for row in rows if row.result is not None):
+        assert row.result is not None
         ours = row.policy.startswith(OURS)
         figure.add_trace(
             Scatter(
@@ -192,7 +194,7 @@ def _cost_against_slo(rows: Sequence[Row]) -> Any:
                 y=[100 * row.result.slo_worst_model],
                 mode="markers+text",
                 text=[row.policy],
-                textposition="top center",
+                textposition=_TEXT_PLACES[number % len(_TEXT_PLACES)],
                 marker={"size": 13 if row.policy == OURS else 9, "symbol": "diamond" if ours else "circle"},
                 name=row.policy,
                 hovertemplate="%{text}<br>%{x:.2f} GPU-hours<br>%{y:.2f} % of the worst model within SLO<extra></extra>",
