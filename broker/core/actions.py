@@ -353,9 +353,13 @@ class Actions:
     def _advise(
         self, now_s: float, what: str, model: str, reason: str, where: str, besides: str, held_back: list[str]
     ) -> str:
-        """Publishes what would be done; the same advice again only after a while, since it is decided at every look."""
+        """Publishes what would be done, unless a model may only be observed; the same advice again only after a while, since
+        it is decided at every look."""
         key = (what, model, where, besides)
         told_s = self._advised.get(key)
+        records = [self._catalogue.records[name] for name in held_back if name in self._catalogue.records]
+        if any(self._catalogue.mode(record.model_hash) is Mode.OBSERVE for record in records):
+            return f"{', '.join(sorted(set(held_back)))} may only be observed"
         if told_s is None or now_s - told_s >= ADVICE_AGAIN_S:
             text = f"would {what}: {reason}" + (f"; {besides}" if besides else "")
             self._digests.note(now_s, "advice", model, text, device=where, outcome="advice")

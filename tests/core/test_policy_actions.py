@@ -504,7 +504,7 @@ def test_a_load_that_is_not_wanted_any_more_is_taken_back() -> None:
 
 
 def test_a_model_that_may_not_be_acted_on_is_only_advised_about() -> None:
-    """In the modes observe and advise nothing is done, and what would be is published once in a while (SCH-11)."""
+    """In the modes observe and advise nothing is done; in advise what would be is published once in a while (SCH-11)."""
     watched = record("a", mode=Mode.ADVISE)
     pool = Pool(watched, B)
     a, b = pool.has("a", 0), pool.has("b", 1)
@@ -524,7 +524,9 @@ def test_a_model_that_may_not_be_acted_on_is_only_advised_about() -> None:
     (drain,) = pool.decide(StopReplica(a, "cold"))
     assert isinstance(drain, DrainReplica)
     pool.step(ModeSet("b", Mode.OBSERVE))
+    told = len(pool.advice())
     assert pool.decide(StopReplica(b, "cold")) == []
+    assert pool.dropped() == ["b may only be observed"] and len(pool.advice()) == told
     pool.step(ModeSet("b", None))
     assert len(pool.decide(StopReplica(b, "cold"))) == 1
 
