@@ -31,9 +31,10 @@ from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.describe import seconds_text
 from broker.core.digest import DigestBuilder
 from broker.core.journal import Course, resume
-from broker.core.planning import Outlook, Planner, Want
+from broker.core.outcomes import Outcomes
+from broker.core.planning import Outlook, Planner
 from broker.core.policy import Policy
-from broker.core.pool import Changes, Pool, Presence, Replica
+from broker.core.pool import Changes, Pool, Presence
 from broker.core.scheduler_events import (
     AppendJournal,
     BeatSeen,
@@ -56,7 +57,6 @@ from broker.core.scheduler_events import (
     ModelUnpinned,
     ModeSet,
     OperationSeen,
-    RaiseAlert,
     RegistryLoaded,
     ReplicaLocked,
     ReplicaUnlocked,
@@ -70,16 +70,14 @@ from broker.core.scheduler_events import (
     WorkerOpened,
     WorkerReported,
 )
-from broker.core.transaction import Fault, Stage, Transaction
+from broker.core.transaction import Stage
 from broker.core.transactions import Transactions
 from broker.core.view import ViewBuilder
-from subjects.ids import DeviceId, ModelHash, WorkerId
+from subjects.ids import ModelHash
 from subjects.messages import (
-    Alert,
     CommandOutcome,
     JournalEntry,
     Mode,
-    ModelRecord,
     OperationEnded,
     OperationProgressed,
     ReplicaDied,
@@ -87,8 +85,6 @@ from subjects.messages import (
     Severity,
 )
 
-ALERT_AGAIN_S = 60.0
-"""An alert of the same kind and scope is raised again at most this often."""
 EVICTION_SEARCHES_MAX = 32
 """For how many waiting models one decision looks for victims, longest waiting first: it must stay short in a big pool,"""
 EVICTION_DEVICES_MAX = 4096
@@ -98,11 +94,6 @@ EVICTION_AGAIN_S = 0.5
 DEVICES_AT_ONCE_MAX = 64
 DECISION_GAP_S = 20e-6
 """In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together."""
-EARLY_DEATH_S = 30.0
-EARLY_DEATHS_MAX = 3
-"""So many replicas in a row that die this soon after they were ready count as a failed load: a crash loop."""
-LOAD_SMOOTHING = 0.5
-"""Weight of the newest load in the running mean of a model's load times."""
 
 
 class SchedulerCore:
@@ -116,6 +107,7 @@ class SchedulerCore:
         self.planner = Planner(self.settings, self.pool, self.catalogue, self.transactions)
         self.digests = DigestBuilder(self.settings, self.pool)
         self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
+        self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
         self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
         self.policy = policy
         self.views.needs_costs = getattr(policy, "needs_costs", False)
@@ -127,14 +119,12 @@ class SchedulerCore:
         self._leads_since_s = 0.0
         self._listening = True
         self._unix_offset_s = 0.0
-        self._restores: list[Want] = []
         self._unfinished: tuple[JournalEntry, ...] = ()
         self._undecided = False
         self._gathers_until_s = -math.inf
         self._scanned: tuple[int, int] | None = None
         self._in_vain: dict[ModelHash, float] = {}
         self._told: tuple[int, int, int, int] | None = None
-        self._alerted: dict[tuple[str, str], float] = {}
         self._looked_s = -math.inf
         self._next_look_s = math.inf
         self._look_now = False
@@ -212,19 +202,21 @@ class SchedulerCore:
             case LeadershipGained():
                 self.epoch = event.epoch
                 self.transactions.lead(event.epoch)
-                self._restores.clear()
+                self.outcomes.lead(True)
                 self._leads_since_s = now_s
                 self._listening = True
                 self.pool.take_flow()
             case LeadershipLost():
                 self.epoch = None
+                self.outcomes.lead(False)
                 self._unfinished = ()
                 self.transactions.lead(0)
             case BusRoundTripMade():
                 self.pool.round_trip(now_s)
                 decide = False
             case Ticked():
-                self._unix_offset_s = self.transactions.orders.unix_offset_s = event.unix_s - now_s
+                self._unix_offset_s = event.unix_s - now_s
+                self.transactions.orders.unix_offset_s = self.outcomes.unix_offset_s = self._unix_offset_s
                 self._tick(now_s, out)
             case _:
                 assert_never(event)
@@ -233,7 +225,7 @@ class SchedulerCore:
             self._undecided = False
             devices = len(self.pool.devices(usable=False))
             self._gathers_until_s = now_s + (DECISION_GAP_S * devices if devices > DEVICES_AT_ONCE_MAX else 0.0)
-            self._settle(now_s, out)
+            self.outcomes.settle(now_s, out)
             if self._may_decide(now_s):
                 if self._unfinished:
                     self._resume(now_s, out)
@@ -259,10 +251,12 @@ class SchedulerCore:
             lost = [replica.replica for replica in self.pool.replicas_of(worker.worker)]
             text = f"worker {worker.worker} is silent and counts as dead, with {len(lost)} replicas"
             evidence = {"replicas": " ".join(lost), "silence": f"{self.settings.dead_s:g} s or more"}
-            self._alert(now_s, Severity.CRITICAL, "worker-dead", worker.worker, text, evidence, "carpool get devices", out)
+            self.outcomes.alert(
+                now_s, Severity.CRITICAL, "worker-dead", worker.worker, text, evidence, "carpool get devices", out
+            )
         if self.pool.mass_silence:
             text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
-            self._alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool doctor", out)
+            self.outcomes.alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool doctor", out)
         if self.leads:
             self.transactions.tick(now_s, out)
 
@@ -276,14 +270,14 @@ class SchedulerCore:
             if replica.replica in self.pool.leaving:
                 self.pool.declare_dead(replica.replica)  # It did not survive its drain; its requests go on elsewhere.
             else:
-                self._lost(now_s, replica, replica.report.failure, out)
+                self.outcomes.lost(now_s, replica, replica.report.failure, out)
         for replica in changes.ended:
             self.transactions.replica_seen(now_s, replica)
         for replica in changes.vanished:
             ours = self.transactions.replica_gone(now_s, replica.replica, "")
             # A failed one was counted before; one that drained for somebody else left as it should.
             if not ours and replica.report.state not in (ReplicaState.FAILED, ReplicaState.DRAINING):
-                self._lost(now_s, replica, "its worker lists it no more", out)
+                self.outcomes.lost(now_s, replica, "its worker lists it no more", out)
 
     def _answered(self, now_s: float, event: CommandAnswered, out: list[SchedulerCommand]) -> None:
         self.pool.epoch_seen_max = max(self.pool.epoch_seen_max, event.reply.epoch_seen)
@@ -305,27 +299,10 @@ class SchedulerCore:
                 if replica is not None and (not ours or replica.report.running):
                     self.pool.declare_dead(event.event.replica)
                 if replica is not None and not ours and replica.report.state is not ReplicaState.FAILED:
-                    self._lost(now_s, replica, event.event.detail, out)
+                    self.outcomes.lost(now_s, replica, event.event.detail, out)
             case _:
                 assert_never(event.event)
         return True
-
-    def _lost(self, now_s: float, replica: Replica, detail: str, out: list[SchedulerCommand]) -> None:
-        """A replica ended without being told to."""
-        self.pool.declare_dead(replica.replica)
-        if not self.leads:
-            return  # The leader may have told it to end; only the leader can know.
-        model = self.catalogue.model(replica.report.model_hash)
-        name = self.catalogue.name(replica.report.model_hash)
-        early = replica.ready_s is None or now_s - replica.ready_s < EARLY_DEATH_S
-        model.early_deaths = model.early_deaths + 1 if early else 0
-        if model.early_deaths >= EARLY_DEATHS_MAX:
-            self._load_failed(
-                now_s, replica.report.model_hash, f"{model.early_deaths} replicas died at once: {detail}", None
-            )
-        self.digests.note(now_s, "lost", name, detail or "it ended without being told to", replica=replica.replica)
-        text = f"replica {replica.replica} of {name} died: {detail}"
-        self._alert(now_s, Severity.WARNING, "replica-died", name, text, {}, f"carpool explain {name}", out)
 
     def _unload_requested(self, now_s: float, name: str, out: list[SchedulerCommand]) -> None:
         record = self.catalogue.records.get(name)
@@ -343,91 +320,7 @@ class SchedulerCore:
             drain_s = 0.0 if event.interrupt else event.bound_s
             self.actions.retire(now_s, replica, "drained by a person", drain_s=drain_s, out=out)
 
-    # --------------------------------------------------------------------------------------------- what transactions bring
-
-    def _settle(self, now_s: float, out: list[SchedulerCommand]) -> None:
-        while ended := self.transactions.ended():
-            for transaction in ended:
-                self._settle_one(now_s, transaction, out)
-
-    def _settle_one(self, now_s: float, transaction: Transaction, out: list[SchedulerCommand]) -> None:
-        for victim in transaction.victims.values():
-            outcome = "" if victim.gone else transaction.failure or "given up"
-            end_s = victim.gone_s if victim.gone else now_s
-            outcome = outcome or ("forced" if victim.forced else "done")
-            self.actions.ended(transaction, victim.replica, outcome, end_s - victim.begun_s)
-            if victim.forced and victim.gone:
-                self.pool.declare_dead(victim.replica)
-        if transaction.overran:
-            text = f"replicas did not drain in {self.settings.drain_s:g} s and were ended: {transaction.reason}"
-            self._alert(now_s, Severity.WARNING, "drain-overrun", transaction.worker, text, {}, "carpool get replicas", out)
-        record = transaction.record
-        if transaction.change is not None:
-            outcome = f"failed: {transaction.failure}" if transaction.stage is Stage.ABORTED else "done"
-            took_s = transaction.took_s or now_s - transaction.begun_s
-            self.actions.ended(transaction, "change", outcome, took_s, replica=transaction.change.replica)
-            return
-        if record is None:
-            if transaction.stage is Stage.ABORTED and transaction.fault is Fault.PLACE:
-                text = transaction.failure
-                self._alert(
-                    now_s, Severity.CRITICAL, "unload-failed", transaction.worker, text, {}, "carpool get replicas", out
-                )
-            return
-        model = self.catalogue.model(record.model_hash)
-        took_s = transaction.took_s or now_s - transaction.begun_s
-        if transaction.stage is Stage.DONE:
-            self.actions.ended(transaction, "load", "done", took_s, replica=transaction.replica)
-            model.failures = model.excuses = 0
-            model.failure = ""
-            model.failed_on = None
-            known_s = model.load_s if model.load_s is not None else took_s
-            model.load_s = known_s + LOAD_SMOOTHING * (took_s - known_s)
-            return
-        outcome = f"failed: {transaction.failure}"
-        self.actions.ended(transaction, "load", outcome, now_s - transaction.begun_s, replica=transaction.replica)
-        match transaction.fault:
-            case Fault.MODEL:
-                self._load_failed(now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device))
-            case Fault.PLACE:
-                model.excuses += 1
-                model.retry_s = now_s + self.settings.excuse_pause_s
-                if model.excuses >= self.settings.excuses_max:
-                    self._load_failed(
-                        now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device)
-                    )
-            case Fault.UNWANTED | Fault.NONE:
-                return
-            case _:
-                assert_never(transaction.fault)
-        self._compensate(transaction, record)
-        text = f"loading {record.name} on {transaction.worker}/{transaction.device} failed: {transaction.failure}"
-        evidence = {"attempt": str(model.failures), "next_try_in_s": f"{max(0.0, model.retry_s - now_s):.0f}"}
-        self._alert(
-            now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool get models {record.name}", out
-        )
-
-    def _load_failed(self, now_s: float, model_hash: ModelHash, failure: str, device: DeviceKey | None) -> None:
-        model = self.catalogue.model(model_hash)
-        pause_s = min(self.settings.backoff_s_max, self.settings.backoff_s_min * 2.0 ** min(model.failures, 16))
-        model.failures += 1
-        model.failure = failure
-        model.retry_s = now_s + pause_s
-        model.failed_on = device
-        model.excuses = model.early_deaths = 0
-
-    def _compensate(self, transaction: Transaction, record: ModelRecord) -> None:
-        """Victims that somebody wants come back to where they were, before anybody else is placed."""
-        gone = [victim.model_hash for victim in transaction.victims.values() if victim.gone]
-        self._bring_back(gone, transaction.worker, transaction.devices, record.name)
-
-    def _bring_back(self, models: list[ModelHash], worker: WorkerId, devices: tuple[DeviceId, ...], newcomer: str) -> None:
-        for model_hash in models:
-            record = self.catalogue.of_hash(model_hash)
-            if record is not None:
-                why = f"back, since loading {newcomer} failed"
-                device = (worker, devices[0])
-                self._restores.append(Want(record, 0.0, why, evicts=False, restores=True, device=device))
+    # --------------------------------------------------------------------------------------------- what earlier leaders left
 
     def _resume(self, now_s: float, out: list[SchedulerCommand]) -> None:
         """Goes on with what earlier leaders left unfinished, before anything new is decided."""
@@ -443,7 +336,9 @@ class SchedulerCore:
             if refusal or resumption.course is Course.MAKE_GOOD:
                 began = resumption.recorded.began
                 what = began.record.name if began.record is not None else "another model"
-                self._bring_back([model_hash for _, model_hash in resumption.gone], began.worker, began.devices, what)
+                self.outcomes.bring_back(
+                    [model_hash for _, model_hash in resumption.gone], began.worker, began.devices, what
+                )
 
     # ---------------------------------------------------------------------------------------------------------- deciding
 
@@ -468,7 +363,7 @@ class SchedulerCore:
             self._ask(now_s, self.policy, out)
         self._place_what_waits(now_s, out)
         self.transactions.start(now_s, out)
-        self._settle(now_s, out)
+        self.outcomes.settle(now_s, out)
 
     def _policy_is_due(self, now_s: float) -> bool:
         # Half a millisecond: a tick of 100 ms may come a hair early by the clock, and must not wait for the one after.
@@ -488,7 +383,7 @@ class SchedulerCore:
     def _place_what_waits(self, now_s: float, out: list[SchedulerCommand]) -> None:
         """The base rules: all models when there is no policy, or one that leaves this to them; else those that it may not
         act for, and those whose costs nobody knows."""
-        restores, self._restores = self._restores, []
+        restores = self.outcomes.take_restores()
         policy = self.policy
         if policy is not None and not policy.wakes_cold_models and self.catalogue.all_act and self._all_priced():
             return
@@ -589,30 +484,5 @@ class SchedulerCore:
             outlooks[record.name] = (record, outlook)
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
-                self._alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
+                self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
         out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))
-
-    def _alert(
-        self,
-        now_s: float,
-        severity: Severity,
-        kind: str,
-        scope: str,
-        text: str,
-        evidence: dict[str, str],
-        remedy: str,
-        out: list[SchedulerCommand],
-    ) -> None:
-        if not self.leads or now_s - self._alerted.get((kind, scope), -math.inf) < ALERT_AGAIN_S:
-            return
-        self._alerted[(kind, scope)] = now_s
-        alert = Alert(
-            at_unix_s=now_s + self._unix_offset_s,
-            severity=severity,
-            kind=kind,
-            scope=scope,
-            text=text,
-            evidence=evidence,
-            remedy=remedy,
-        )
-        out.append(RaiseAlert(alert))

@@ -1,0 +1,189 @@
+"""What losses and ended transactions bring: what is remembered of a model, what is made good, and whom to tell."""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from broker.core.actions import Actions
+from broker.core.catalogue import Catalogue, DeviceKey
+from broker.core.digest import DigestBuilder
+from broker.core.pool import Pool, Replica
+from broker.core.scheduler_events import RaiseAlert, SchedulerCommand, SchedulerSettings
+from broker.core.siting import Want
+from broker.core.transaction import Fault, Stage, Transaction
+from broker.core.transactions import Transactions
+from subjects.ids import DeviceId, ModelHash, WorkerId
+from subjects.messages import Alert, ModelRecord, Severity
+
+ALERT_AGAIN_S = 60.0
+"""An alert of the same kind and scope is raised again at most this often."""
+EARLY_DEATH_S = 30.0
+EARLY_DEATHS_MAX = 3
+"""So many replicas in a row that die this soon after they were ready count as a failed load: a crash loop."""
+LOAD_SMOOTHING = 0.5
+"""Weight of the newest load in the running mean of a model's load times."""
+
+
+class Outcomes:
+    """Takes what has ended, well or badly. Only a leader tells of it and makes it good."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        pool: Pool,
+        catalogue: Catalogue,
+        transactions: Transactions,
+        actions: Actions,
+        digests: DigestBuilder,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._catalogue = catalogue
+        self._transactions = transactions
+        self._actions = actions
+        self._digests = digests
+        self._leads = False
+        self._restores: list[Want] = []
+        self._alerted: dict[tuple[str, str], float] = {}
+        self.unix_offset_s = 0.0
+        """Added to the scheduler's clock it gives wall-clock time, for alerts."""
+
+    def lead(self, leads: bool) -> None:
+        """We lead, or lead no more; what was to be made good before is forgotten."""
+        self._leads = leads
+        self._restores.clear()
+
+    def take_restores(self) -> list[Want]:
+        """Models that should come back since the last call: those that left for loads that failed."""
+        restores, self._restores = self._restores, []
+        return restores
+
+    def lost(self, now_s: float, replica: Replica, detail: str, out: list[SchedulerCommand]) -> None:
+        """A replica ended without being told to."""
+        self._pool.declare_dead(replica.replica)
+        if not self._leads:
+            return  # The leader may have told it to end; only the leader can know.
+        model = self._catalogue.model(replica.report.model_hash)
+        name = self._catalogue.name(replica.report.model_hash)
+        early = replica.ready_s is None or now_s - replica.ready_s < EARLY_DEATH_S
+        model.early_deaths = model.early_deaths + 1 if early else 0
+        if model.early_deaths >= EARLY_DEATHS_MAX:
+            self._load_failed(
+                now_s, replica.report.model_hash, f"{model.early_deaths} replicas died at once: {detail}", None
+            )
+        self._digests.note(now_s, "lost", name, detail or "it ended without being told to", replica=replica.replica)
+        text = f"replica {replica.replica} of {name} died: {detail}"
+        self.alert(now_s, Severity.WARNING, "replica-died", name, text, {}, f"carpool explain {name}", out)
+
+    def settle(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """Takes the transactions that have ended."""
+        while ended := self._transactions.ended():
+            for transaction in ended:
+                self._settle_one(now_s, transaction, out)
+
+    def _settle_one(self, now_s: float, transaction: Transaction, out: list[SchedulerCommand]) -> None:
+        for victim in transaction.victims.values():
+            outcome = "" if victim.gone else transaction.failure or "given up"
+            end_s = victim.gone_s if victim.gone else now_s
+            outcome = outcome or ("forced" if victim.forced else "done")
+            self._actions.ended(transaction, victim.replica, outcome, end_s - victim.begun_s)
+            if victim.forced and victim.gone:
+                self._pool.declare_dead(victim.replica)
+        if transaction.overran:
+            text = f"replicas did not drain in {transaction.drain_s:g} s and were ended: {transaction.reason}"
+            self.alert(now_s, Severity.WARNING, "drain-overrun", transaction.worker, text, {}, "carpool get replicas", out)
+        record = transaction.record
+        if transaction.change is not None:
+            outcome = f"failed: {transaction.failure}" if transaction.stage is Stage.ABORTED else "done"
+            took_s = transaction.took_s or now_s - transaction.begun_s
+            self._actions.ended(transaction, "change", outcome, took_s, replica=transaction.change.replica)
+            return
+        if record is None:
+            if transaction.stage is Stage.ABORTED and transaction.fault is Fault.PLACE:
+                text = transaction.failure
+                self.alert(
+                    now_s, Severity.CRITICAL, "unload-failed", transaction.worker, text, {}, "carpool get replicas", out
+                )
+            return
+        model = self._catalogue.model(record.model_hash)
+        took_s = transaction.took_s or now_s - transaction.begun_s
+        if transaction.stage is Stage.DONE:
+            self._actions.ended(transaction, "load", "done", took_s, replica=transaction.replica)
+            model.failures = model.excuses = 0
+            model.failure = ""
+            model.failed_on = None
+            known_s = model.load_s if model.load_s is not None else took_s
+            model.load_s = known_s + LOAD_SMOOTHING * (took_s - known_s)
+            return
+        outcome = f"failed: {transaction.failure}"
+        self._actions.ended(transaction, "load", outcome, now_s - transaction.begun_s, replica=transaction.replica)
+        match transaction.fault:
+            case Fault.MODEL:
+                self._load_failed(now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device))
+            case Fault.PLACE:
+                model.excuses += 1
+                model.retry_s = now_s + self._settings.excuse_pause_s
+                if model.excuses >= self._settings.excuses_max:
+                    self._load_failed(
+                        now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device)
+                    )
+            case Fault.UNWANTED | Fault.NONE:
+                return
+            case _:
+                assert_never(transaction.fault)
+        self._compensate(transaction, record)
+        text = f"loading {record.name} on {transaction.worker}/{transaction.device} failed: {transaction.failure}"
+        evidence = {"attempt": str(model.failures), "next_try_in_s": f"{max(0.0, model.retry_s - now_s):.0f}"}
+        self.alert(
+            now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool get models {record.name}", out
+        )
+
+    def _load_failed(self, now_s: float, model_hash: ModelHash, failure: str, device: DeviceKey | None) -> None:
+        model = self._catalogue.model(model_hash)
+        pause_s = min(self._settings.backoff_s_max, self._settings.backoff_s_min * 2.0 ** min(model.failures, 16))
+        model.failures += 1
+        model.failure = failure
+        model.retry_s = now_s + pause_s
+        model.failed_on = device
+        model.excuses = model.early_deaths = 0
+
+    def _compensate(self, transaction: Transaction, record: ModelRecord) -> None:
+        """Victims that somebody wants come back to where they were, before anybody else is placed."""
+        gone = [victim.model_hash for victim in transaction.victims.values() if victim.gone]
+        self.bring_back(gone, transaction.worker, transaction.devices, record.name)
+
+    def bring_back(self, models: list[ModelHash], worker: WorkerId, devices: tuple[DeviceId, ...], newcomer: str) -> None:
+        """Asks for models that left these devices for a newcomer that did not come."""
+        for model_hash in models:
+            record = self._catalogue.of_hash(model_hash)
+            if record is not None:
+                why = f"back, since loading {newcomer} failed"
+                device = (worker, devices[0])
+                self._restores.append(Want(record, 0.0, why, evicts=False, restores=True, device=device))
+
+    def alert(
+        self,
+        now_s: float,
+        severity: Severity,
+        kind: str,
+        scope: str,
+        text: str,
+        evidence: dict[str, str],
+        remedy: str,
+        out: list[SchedulerCommand],
+    ) -> None:
+        """Raises an alert, unless the same was raised lately."""
+        if not self._leads or now_s - self._alerted.get((kind, scope), -math.inf) < ALERT_AGAIN_S:
+            return
+        self._alerted[(kind, scope)] = now_s
+        alert = Alert(
+            at_unix_s=now_s + self.unix_offset_s,
+            severity=severity,
+            kind=kind,
+            scope=scope,
+            text=text,
+            evidence=evidence,
+            remedy=remedy,
+        )
+        out.append(RaiseAlert(alert))
