@@ -10,10 +10,10 @@ close to each other. While the bus, or this process, is paused nobody falls sile
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
+from broker.core.inflow import Inflow
 from broker.core.members import COMING as COMING
 from broker.core.members import Changes as Changes
 from broker.core.members import Demand as Demand
@@ -26,23 +26,13 @@ from broker.core.rooms import Reservation as Reservation
 from broker.core.rooms import Room as Room
 from broker.core.rooms import rooms_of
 from broker.core.scheduler_events import SchedulerSettings
-from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId, base_name
+from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     IngressTelemetry,
-    Lane,
     ReplicaReport,
     ReplicaState,
-    SlaClass,
     WorkerSnapshot,
 )
-
-
-@dataclass(slots=True)
-class _Ingress:
-    last_heard: float
-    reported_s: float
-    sequence: int
-    demand: dict[ModelHash, Demand] = field(default_factory=dict)
 
 
 class Pool:
@@ -52,8 +42,7 @@ class Pool:
         self._settings = settings
         self._heard_s = 0.0
         self._round_trip_s: float | None = None
-        self._ingresses: dict[IngressId, _Ingress] = {}
-        self._flow: dict[ModelHash, Flow] = {}
+        self._inflow = Inflow()
         self._ended: dict[ReplicaId, None] = {}
         self._closed: dict[tuple[str, DeviceId | None], float | None] = {}
         self._locked_devices: dict[tuple[str, DeviceId], None] = {}
@@ -71,7 +60,6 @@ class Pool:
         self._devices: dict[bool, list[Device]] = {}
         self._serving: dict[ModelHash, tuple[list[Replica], int]] = {}
         self._promised_to: dict[ModelHash, int] | None = None
-        self._demand: tuple[float, dict[ModelHash, Demand]] | None = None
         self._in_order: list[Replica] | None = None
         self.dead: dict[ReplicaId, None] = {}
         """Declared dead, oldest first; bounded."""
@@ -416,52 +404,22 @@ class Pool:
             over = held.until_s is not None and now_s >= held.until_s
             if over or held.worker not in self.workers or self.workers[held.worker].presence is Presence.DEAD:
                 self.release(name)
-        for ingress, seen in list(self._ingresses.items()):
-            if self._heard_s - seen.last_heard >= settings.ingress_silent_s:
-                del self._ingresses[ingress]
-                self._demand = None
+        self._inflow.judge(self._heard_s - settings.ingress_silent_s)
         return tuple(died)
 
     def ingress(self, now_s: float, telemetry: IngressTelemetry) -> list[ModelHash]:
-        """Takes a gateway's whole demand, and adds what it counted to the flow; returns the models that start to wait."""
-        old = self._ingresses.get(telemetry.ingress)
-        if old is not None and telemetry.sequence <= old.sequence:
-            old.last_heard = self._heard_s
-            return []
-        demand: dict[ModelHash, Demand] = {}
-        for row in telemetry.demand:
-            if row.arrived or row.finished:
-                self._flow.setdefault(row.model_hash, Flow()).add(row)
-            queues = frozenset({(row.sla_class, row.lane)}) if row.waiting else _NOWHERE
-            here = Demand(row.waiting, row.running, row.oldest_wait_s, queues, row.waiting_input_tokens)
-            there = demand.get(row.model_hash)
-            demand[row.model_hash] = here if there is None else _sum(there, here)
-        self._ingresses[telemetry.ingress] = _Ingress(self._heard_s, now_s, telemetry.sequence, demand)
-        self._demand = None
-        before = old.demand if old is not None else {}
-        return [model for model, d in demand.items() if d.waiting and not before.get(model, _NO_DEMAND).waiting]
+        """Takes a gateway's whole demand; returns the models that start to wait there."""
+        return self._inflow.take(now_s, self._heard_s, telemetry)
 
     def take_flow(self) -> dict[ModelHash, Flow]:
         """What arrived and ended since the last call, each telemetry counted once."""
-        flow, self._flow = self._flow, {}
-        return flow
+        return self._inflow.take_flow()
 
     # -------------------------------------------------------------------------------------------------------- asking
 
     def demand(self, now_s: float) -> dict[ModelHash, Demand]:
         """Demand by model over all gateways. A wait has grown since it was reported."""
-        if self._demand is not None and self._demand[0] == now_s:
-            return self._demand[1]
-        total: dict[ModelHash, Demand] = {}
-        for seen in self._ingresses.values():
-            age_s = now_s - seen.reported_s
-            for model, demand in seen.demand.items():
-                known = total.get(model)
-                if demand.waiting:
-                    demand = _aged(demand, age_s)
-                total[model] = demand if known is None else _sum(known, demand)
-        self._demand = (now_s, total)
-        return total
+        return self._inflow.demand(now_s)
 
     def replicas_in_order(self) -> list[Replica]:
         """All that is listed, in order of id."""
@@ -564,8 +522,6 @@ class Pool:
 
 
 _NO_CHANGES = Changes()
-_NO_DEMAND = Demand()
-_NOWHERE: frozenset[tuple[SlaClass, Lane]] = frozenset()
 
 
 def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
@@ -577,18 +533,3 @@ def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
 
 def _elsewhere(one: ReplicaReport, other: ReplicaReport) -> bool:
     return one.device != other.device or one.model_hash != other.model_hash or one.peers != other.peers
-
-
-def _aged(demand: Demand, age_s: float) -> Demand:
-    oldest_s = demand.oldest_wait_s + age_s
-    return Demand(demand.waiting, demand.running, oldest_s, demand.queues, demand.waiting_input_tokens)
-
-
-def _sum(one: Demand, other: Demand) -> Demand:
-    return Demand(
-        one.waiting + other.waiting,
-        one.running + other.running,
-        max(one.oldest_wait_s, other.oldest_wait_s),
-        one.queues | other.queues,
-        one.waiting_input_tokens + other.waiting_input_tokens,
-    )
