@@ -87,7 +87,7 @@ ALERTS_QUEUED_MAX = 256
 ALERT_TRIES_MAX = 3
 RETRY_S = 0.5
 RECORDING_BYTES_MAX = 1024 * 1024 * 1024
-"""A recording ends when its file is this long; a small pool writes about 20 MB an hour."""
+"""A recording ends when its file is this long; a small pool writes about 60 MB an hour."""
 
 _T = TypeVar("_T")
 log = structlog.get_logger(__name__)
@@ -230,21 +230,28 @@ class Scheduler:
 
     async def _take_over(self, epoch: int) -> None:
         """Goes on from the last digest, so that its dead stay dead, and with what the journal shows unfinished."""
+        digest, _ = await asyncio.gather(self._last_digest(), self._read_journal())
+        if digest is not None:
+            self._step(DigestRestored(digest))
+        if self.lease.check(time.monotonic()) and self.lease.epoch == epoch:
+            self._step(JournalRestored(self.journal.known.unfinished()))
+            self._step(LeadershipGained(epoch))
+
+    async def _last_digest(self) -> PoolDigest | None:
+        try:
+            async with asyncio.timeout(ROUND_TRIP_S_MAX):
+                entry = await self._bus.kv_get(names.POOL_BUCKET, DIGEST_KEY)
+            return decode(entry.value, PoolDigest) if entry is not None else None
+        except (BusError, TimeoutError, DecodeError) as error:
+            log.warning("the last digest cannot be read", reason=str(error) or type(error).__name__)
+            return None
+
+    async def _read_journal(self) -> None:
         try:
             async with asyncio.timeout(ROUND_TRIP_S_MAX):
                 await self.journal.catch_up()
         except (BusError, TimeoutError) as error:
             self._journal_troubled(f"it cannot be read: {str(error) or 'no answer'}")
-        try:
-            async with asyncio.timeout(ROUND_TRIP_S_MAX):
-                entry = await self._bus.kv_get(names.POOL_BUCKET, DIGEST_KEY)
-            if entry is not None:
-                self._step(DigestRestored(decode(entry.value, PoolDigest)))
-        except (BusError, TimeoutError, DecodeError) as error:
-            log.warning("the last digest cannot be read", reason=str(error) or type(error).__name__)
-        if self.lease.check(time.monotonic()) and self.lease.epoch == epoch:
-            self._step(JournalRestored(self.journal.known.unfinished()))
-            self._step(LeadershipGained(epoch))
 
     def _journal_troubled(self, reason: str) -> None:
         """Decisions go on: a successor trusts the agents' reports first."""
