@@ -13,7 +13,7 @@ from broker.core.requests import RequestCore
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import LoadModel
 from tests.sim.world import Options, Violation, World
-from workers.core.agent import AgentCore
+from workers.core.agent_refusals import Refusals
 from workers.core.pulling import PullPlanner
 from workers.core.replica import ReplicaCore
 from workers.core.replica_events import AckTicket, ReplicaCommand, ReplicaEvent, SendClaim, TicketPulled
@@ -79,13 +79,13 @@ def ageing_off(patch: pytest.MonkeyPatch) -> None:
 
 def budget_checked_after_load(patch: pytest.MonkeyPatch) -> None:
     """A load is accepted whatever is free; the sum of budgets would be looked at later."""
-    refusal = AgentCore._load_refusal
+    refusal = Refusals._load
 
-    def mutant(self: AgentCore, command: LoadModel) -> str:
+    def mutant(self: Refusals, command: LoadModel) -> str:
         text = refusal(self, command)
         return "" if "bytes are free" in text else text
 
-    patch.setattr(AgentCore, "_load_refusal", mutant)
+    patch.setattr(Refusals, "_load", mutant)
 
 
 @dataclass(frozen=True)

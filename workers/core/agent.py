@@ -24,7 +24,7 @@ from collections import deque
 from typing import assert_never
 
 from profiles.budget import with_kv
-from subjects.ids import DeviceId, OperationId, ReplicaId, base_name, is_token
+from subjects.ids import DeviceId, OperationId, ReplicaId
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
@@ -85,6 +85,7 @@ from workers.core.agent_events import (
     SpawnReplica,
     Ticked,
 )
+from workers.core.agent_refusals import Refusals
 from workers.core.agent_replica import (
     LOAD_STATES,
     SERVING_STATES,
@@ -125,12 +126,9 @@ SNAPSHOT_COALESCE_S = 0.2
 """Changes of counters alone are gathered this long; changes of state are told at once."""
 FAILED_SHOWN_S = 10.0
 """A failed replica stays in snapshots this long after its process is gone (two full snapshots), then vanishes."""
-REPLICAS_MAX = 128
 OPERATIONS_RUNNING_MAX = 256
 OPERATIONS_ENDED_MAX = 1024
 """How many ended operations are remembered, to answer a repeated id."""
-LOAD_TIMEOUT_S_MAX = 3600.0
-DRAIN_TIMEOUT_S_MAX = 3600.0
 FAILURE_CHARS_MAX = 600
 _STDERR_LINES_MAX = 6
 
@@ -142,6 +140,7 @@ class AgentCore:
         self._settings = settings
         self._ledger = DeviceLedger(settings.devices)
         self._replicas: dict[ReplicaId, Replica] = {}
+        self._refusals = Refusals(settings, self._ledger, self._replicas)
         self._loading: dict[DeviceId, ReplicaId] = {}
         self._operations: dict[OperationId, Operation] = {}
         self._ended: deque[OperationId] = deque()
@@ -300,7 +299,7 @@ class AgentCore:
         if known is not None:
             self._repeat(event.token, command.operation, known)
             return
-        refusal = self._admission_refusal() or self._refusal(command)
+        refusal = self._admission_refusal() or self._refusals.of(command)
         if refusal:
             self._operations[command.operation] = Operation(started_s=now_s, replica=None, refusal=refusal)
             self._remember_ended(command.operation)
@@ -328,122 +327,6 @@ class AgentCore:
         if len(self._operations) - len(self._ended) >= OPERATIONS_RUNNING_MAX:
             return f"{OPERATIONS_RUNNING_MAX} operations run already"
         return ""
-
-    def _refusal(self, command: WorkerCommand) -> str:
-        """Why a command cannot be applied; empty when it can. Reads only, so that asking changes nothing."""
-        match command:
-            case LoadModel():
-                return self._load_refusal(command)
-            case DrainReplica():
-                return self._drain_refusal(command)
-            case UnloadReplica():
-                return self._unload_refusal(command)
-            case SetConcurrency():
-                return self._concurrency_refusal(command)
-            case SleepReplica():
-                return self._sleep_refusal(command)
-            case WakeReplica():
-                return self._wake_refusal(command)
-            case EvictKv():
-                return "evict-kv is not offered by this engine"
-            case ResizeKv():
-                return self._resize_refusal(command)
-            case MigrateKv():
-                return "migrate-kv is not offered by this engine"
-            case _:
-                assert_never(command)
-
-    def _load_refusal(self, command: LoadModel) -> str:
-        record = command.record
-        devices = (command.device, *command.peers)
-        refusal = self._ledger.cannot_span(record.name, devices, record.gpus)
-        if refusal:
-            return refusal
-        if record.engine_type not in self._settings.engines:
-            return f"engine {record.engine_type.value} is not offered by this worker"
-        if not is_token(command.replica_name) or len(command.replica_name) > 48:
-            return "replica_name: use 1 to 48 letters, digits, '-' or '_'"
-        alive = (replica for replica in self._replicas.values() if replica.process is not Process.GONE)
-        if any(base_name(replica.replica) == command.replica_name for replica in alive):
-            return f"replica_name {command.replica_name}: such a replica is here already"
-        if not 0 < command.timeout_s <= LOAD_TIMEOUT_S_MAX:
-            return f"timeout_s {command.timeout_s}: use more than 0 and at most {LOAD_TIMEOUT_S_MAX:g}"
-        if len(self._replicas) >= REPLICAS_MAX:
-            return f"{REPLICAS_MAX} replicas are here already"
-        if record.budget_bytes < 0:
-            return f"budget_bytes {record.budget_bytes}: must not be negative"
-        return self._ledger.cannot_charge(record.name, devices, record.budget_bytes)
-
-    def _drain_refusal(self, command: DrainReplica) -> str:
-        replica = self._replicas.get(command.replica)
-        if replica is None:
-            return f"replica {command.replica} is not here"
-        if not 0 <= command.timeout_s <= DRAIN_TIMEOUT_S_MAX:
-            return f"timeout_s {command.timeout_s}: use 0 to {DRAIN_TIMEOUT_S_MAX:g}"
-        if replica.state not in SERVING_STATES or replica.process is not Process.RUNNING:
-            return f"replica {command.replica} is {self._condition(replica)}; only a ready one can drain"
-        return ""
-
-    def _unload_refusal(self, command: UnloadReplica) -> str:
-        replica = self._replicas.get(command.replica)
-        if replica is None:
-            return f"replica {command.replica} is not here"
-        harmless = replica.drained or replica.process is Process.QUEUED or replica.state is ReplicaState.FAILED
-        if not (command.force or harmless or replica.ending):
-            return f"replica {command.replica} is {self._condition(replica)} and has not drained; drain it or use force"
-        return ""
-
-    def _concurrency_refusal(self, command: SetConcurrency) -> str:
-        replica = self._replicas.get(command.replica)
-        if replica is None:
-            return f"replica {command.replica} is not here"
-        if replica.state is not ReplicaState.READY or replica.process is not Process.RUNNING:
-            return f"replica {command.replica} is {self._condition(replica)}; only a ready one takes this"
-        if not 1 <= command.slots <= replica.engine_slots:
-            return f"slots {command.slots}: this engine takes 1 to {replica.engine_slots}"
-        return ""
-
-    def _resize_refusal(self, command: ResizeKv) -> str:
-        replica = self._replicas.get(command.replica)
-        if replica is None:
-            return f"replica {command.replica} is not here"
-        if replica.state is not ReplicaState.READY or replica.process is not Process.RUNNING:
-            return f"replica {command.replica} is {self._condition(replica)}; only a ready one takes this"
-        if not replica.resizes_kv:
-            return "resize-kv is not offered by this engine"
-        if replica.change is not None:
-            return f"replica {command.replica} is being changed"
-        if command.kv_bytes <= 0:
-            return f"kv_bytes {command.kv_bytes}: must be positive"
-        budget_bytes = with_kv(replica.record, command.kv_bytes).budget_bytes
-        return self._ledger.cannot_change(replica.replica, replica.record.name, replica.devices, budget_bytes)
-
-    def _sleep_refusal(self, command: SleepReplica) -> str:
-        replica = self._replicas.get(command.replica)
-        if replica is None:
-            return f"replica {command.replica} is not here"
-        if not replica.sleeps:
-            return "sleep-replica is not offered by this engine"
-        if replica.process is not Process.RUNNING or not replica.drained or replica.state is not ReplicaState.DRAINING:
-            return f"replica {command.replica} is {self._condition(replica)} and has not drained; drain it first"
-        return f"replica {command.replica} is being changed" if replica.change is not None else ""
-
-    def _wake_refusal(self, command: WakeReplica) -> str:
-        replica = self._replicas.get(command.replica)
-        if replica is None:
-            return f"replica {command.replica} is not here"
-        if not replica.sleeps:
-            return "wake-replica is not offered by this engine"
-        if replica.process is not Process.RUNNING or replica.state is not ReplicaState.ASLEEP or replica.wakes:
-            return f"replica {command.replica} is {self._condition(replica)}; only one that sleeps can wake"
-        budget_bytes = replica.record.budget_bytes
-        return self._ledger.cannot_change(replica.replica, replica.record.name, replica.devices, budget_bytes)
-
-    @staticmethod
-    def _condition(replica: Replica) -> str:
-        if replica.process in (Process.STOPPING, Process.KILLED):
-            return "ending"
-        return "queued" if replica.process is Process.QUEUED else replica.state.value
 
     def _apply(self, now_s: float, command: WorkerCommand, incarnation: str) -> None:
         operation = self._operations[command.operation]
