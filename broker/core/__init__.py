@@ -5,7 +5,10 @@ socket or logging. ``next_wake_s`` says when a core wants a ``Ticked`` event. Th
 virtual clock.
 
 - Requests: ``requests`` (who runs what), ``admission`` (what is taken on, and how it is refused).
-- Placement: ``placement`` is the policy and its rules on one page, ``planning`` answers its questions, ``pool`` is what is
-  reported and the arithmetic of room, ``catalogue`` the models and their failures, ``transactions`` the steps under way,
-  ``digest`` what everybody is told, ``scheduler_events`` the events, commands and numbers.
+- Placement: ``placement`` is the scheduler core and the base rules on one page. It asks a ``policy`` over a ``view`` of the
+  pool and carries its decisions out by ``actions``. ``planning`` says which models want room, ``siting`` where they could
+  have it, ``usage`` who uses what, ``outcomes`` what losses and failed loads bring.
+- The pool: ``pool`` is what is reported (``members``, ``inflow``) with the arithmetic of room (``rooms``), ``catalogue`` the
+  models and their failures, ``transactions`` the steps under way, ``orders`` their commands, ``journal`` what a successor
+  finds of them, ``digest`` what everybody is told, ``scheduler_events`` the events, commands and numbers.
 """
