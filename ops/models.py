@@ -75,13 +75,15 @@ async def show(what: str, *, as_json: bool, nats_url: str) -> None:
         return
     if what == "timeline":
         rows = [_told(row) for row in rows]
+    if what == "locks":
+        rows = [{**row, "since": _clock(row.pop("since_unix_s"), "%Y-%m-%d %H:%M")} for row in rows]
     print_table(rows)
 
 
 def _told(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of the timeline as people read it, the long text last; ``--json`` has all of it."""
     return {
-        "time": time.strftime("%H:%M:%S", time.localtime(entry["at_unix_s"])),
+        "time": _clock(entry["at_unix_s"]),
         "action": entry["action"],
         "model": entry["model"],
         "device": entry["device"],
@@ -89,6 +91,10 @@ def _told(entry: dict[str, Any]) -> dict[str, Any]:
         "outcome": entry["outcome"],
         "reason": entry["reason"],
     }
+
+
+def _clock(unix_s: float, form: str = "%H:%M:%S") -> str:
+    return time.strftime(form, time.localtime(unix_s))
 
 
 def print_table(rows: Sequence[dict[str, Any]], *, title: str | None = None) -> None:
