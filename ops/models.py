@@ -76,7 +76,7 @@ async def show(what: str, *, as_json: bool, nats_url: str) -> None:
     if what == "timeline":
         rows = [_told(row) for row in rows]
     if what == "locks":
-        rows = [{**row, "since": _clock(row.pop("since_unix_s"), "%Y-%m-%d %H:%M")} for row in rows]
+        rows = [{**row, "since": _clock(row["since_unix_s"], "%Y-%m-%d %H:%M"), "since_unix_s": None} for row in rows]
     print_table(rows)
 
 
