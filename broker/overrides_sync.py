@@ -53,6 +53,7 @@ class OverridesSync:
         self._watch: Subscription | None = None
         self._tasks = Tasks(lambda error: log.error("a task of the locks failed", error=place_of(error)))
         self._writing = asyncio.Lock()
+        self._restoring = False
         self.known = Overrides()
 
     async def start(self) -> None:
@@ -118,13 +119,25 @@ class OverridesSync:
         if stored.revision > self.known.revision:
             self._take(stored)
             self._tasks.spawn(self._mirror(stored))
-        elif stored.revision < self.known.revision and self._leads():
-            log.warning("the locks in the bucket are lost or older than ours: written again")
-            self._tasks.spawn(self._put_again(entry.revision if entry is not None else 0))
+        elif stored.revision < self.known.revision and not self._restoring:
+            self._restoring = True
+            self._tasks.spawn(self._restore())
 
-    async def _put_again(self, over_revision: int) -> None:
-        with suppress(BusError):
-            await self._put(self.known, over_revision)
+    async def _restore(self) -> None:
+        """The bucket has lost what we know. Whoever leads writes it again; so we look until somebody has, or we lead."""
+        try:
+            while True:
+                with suppress(BusError):
+                    entry = await self._bus.kv_get(LOCKS_BUCKET, KEY)
+                    if _decoded(entry).revision >= self.known.revision:
+                        return
+                    if self._leads():
+                        log.warning("the locks in the bucket are lost or older than ours: written again")
+                        await self._put(self.known, entry.revision if entry is not None else 0)
+                        return
+                await asyncio.sleep(RETRY_S)
+        finally:
+            self._restoring = False
 
     async def _put(self, overrides: Overrides, over_revision: int) -> None:
         await self._bus.kv_put(LOCKS_BUCKET, KEY, encode(overrides), expected_revision=over_revision)

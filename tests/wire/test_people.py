@@ -47,14 +47,14 @@ async def test_a_locked_model_is_left_alone_and_orders_are_obeyed(nats_server: N
         assert await rig.control("lock", {"model": "first"}) == {"model": "a", "locked": True, "changed": True}
         assert (await rig.control("lock", {"model": "a"}))["changed"] is False
         rig.waiting = {"b": 1}
-        await asyncio.sleep(1.0)  # b may evict an idle a after half a second of residency
+        await asyncio.sleep(0.7)  # b may evict an idle a after half a second of residency
         assert rig.agent.ready == ["a"]
         rows = {row["name"]: row for row in await rig.control("get", {"what": "models"})}
         assert rows["a"]["note"] == "locked"
         await rig.control("unload", {"model": "a"})
         await until(lambda: rig.agent.ready == ["b"], "the order is obeyed, and b takes the room")
         rig.waiting = {"a": 1}
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.7)
         assert (
             rig.agent.ready == ["b"] and [c for c in rig.agent.commands if isinstance(c, LoadModel)][-1].record.name == "b"
         )
@@ -95,14 +95,14 @@ async def test_a_locked_device_lets_nothing_come_or_go(nats_server: NatsServer, 
         device = f"{base_name(rig.agent.worker)}/cpu0"
         assert (await rig.control("lock", {"device": "cpu0"}))["device"] == device
         rig.waiting = {"b": 1}
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.7)
         assert rig.agent.ready == ["a"]
         (row,) = await rig.control("get", {"what": "devices"})
         assert row["note"] == "locked"
         (replica,) = await rig.control("get", {"what": "replicas"})
         assert (await rig.control("lock", {"replica": replica["replica"]}))["changed"] is True
         assert (await rig.control("unlock", {"device": f"{rig.agent.worker}/cpu0"}))["changed"] is True
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.7)
         assert rig.agent.ready == ["a"]  # the replica's own lock holds
         locks = await rig.control("get", {"what": "locks"})
         assert [(lock["kind"], lock["about"]) for lock in locks] == [("replica-lock", replica["replica"])]
