@@ -1,13 +1,13 @@
 """The simulator against reality: one load of two models on real vLLM engines, and simulated with a measured profile.
 
-A pool of its own serves SmolLM2-135M and a random model of 38 million parameters on this machine's CPU, one core per
-engine. First each is measured alone and both together (``reality_profile``); then requests of known sizes come at times
-drawn from the seed, each to the real pool and into the simulator's world, and the quantiles that clients saw are
-compared.
+A pool of its own serves SmolLM2-135M and a random model of 38 million parameters on this machine's CPU, as one device whose
+engines take turns (ops/decisions/0008), each step on all cores. First each is measured alone and both together
+(``reality_profile``); then requests of known sizes come at times drawn from the seed, each to the real pool and into the
+simulator's world, and the quantiles that clients saw are compared.
 
-What the simulator is told beside the profile: eight slots per replica, both on one device whose ``shared_efficiency`` was
-measured, and a constant per request for all that is not the engine's. ``python -m ops.simulator.reality --minutes 1`` is a
-quick look; figures worth keeping need a machine that does nothing else.
+What the simulator is told beside the profile: slots and prompt tokens per step, what is left of the device's time while both
+work (measured), and a constant per request for all that is not the engine's. ``python -m ops.simulator.reality --minutes 1``
+is a quick look; figures worth keeping need a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from ops.simulator.reality_client import Timed, ask, body
 from ops.simulator.reality_profile import ROUNDS, Profile, Served, measure_profile, measure_sharing
 from ops.simulator.traces.draws import stream
 from ops.simulator.types import GB, PoolSpec, SimModel, Trace, Window, Workload
-from profiles.costs import CHUNK_SHARE, prefill_s
 from subjects.errors import CarpoolError
 from subjects.ids import ReplicaId
 
 SMOL, RANDOM = "smollm2", "random-38m"
 SLOTS = 8
-STEP_TOKENS = 2048
-"""Prompt tokens that a step of the real engines prefills at most."""
+STEP_TOKENS = 512
+"""Prompt tokens that a step prefills at most."""
+TPOT_S = 0.4
+"""Promised time per token: an engine that only decodes lets the other go first while its steps come twice as often."""
 KV_BYTES = 400 * 1024 * 1024
 CONTEXT_TOKENS = 2048
 INPUT_TOKENS = (16, 512)
@@ -84,7 +85,7 @@ async def compare(
         say(f"the machine is {busy:.0%} busy with other things; the figures will tell more of them than of the simulator")
     with tempfile.TemporaryDirectory(prefix="carpool-reality-", ignore_cleanup_errors=True) as temporary:
         async with _pool(Path(temporary), say) as served:
-            profiles = {one.model: await measure_profile(one, say, rounds=rounds) for one in served}
+            profiles = {one.model: await measure_profile(one, say, STEP_TOKENS, rounds=rounds) for one in served}
             sharing = await measure_sharing(served[0], served[1], say, rounds=rounds)
             workload = simulated_workload(profiles, sharing, minutes * 60.0)
             trace = workload.trace(seed, workload.windows[0])
@@ -117,18 +118,27 @@ async def compare(
 # ----------------------------------------------------------------------------------------------------------- simulated
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel(SimModel):
+    """One that real engines serve too."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """What the real engines are told."""
+        return STEP_TOKENS
+
+
 def simulated_workload(profiles: dict[str, Profile], sharing: float, seconds: float) -> Workload:
     """The two served models as the simulator's, both on one device, and their load."""
     models = tuple(
-        SimModel(
+        ServedModel(
             name=name,
             costs=profile.costs,
             weights_bytes=GB,
             kv_bytes_per_token=16_384,
             slots=SLOTS,
             min_replicas=1,
-            # The target from which the simulator derives the same number of prompt tokens per step.
-            tpot_s=prefill_s(profile.costs, STEP_TOKENS) * 1.01 / CHUNK_SHARE,
+            tpot_s=TPOT_S,
         )
         for name, profile in profiles.items()
     )
@@ -137,7 +147,7 @@ def simulated_workload(profiles: dict[str, Profile], sharing: float, seconds: fl
         models=models,
         windows=(Window(0.0, 0.0, seconds),),
         trace=lambda seed, window: drawn_load(models, seed, window.end_s),
-        pool=PoolSpec(devices=1, shared_efficiency=sharing, takes_turns=False),
+        pool=PoolSpec(devices=1, shared_efficiency=sharing),
         static_replicas={model.name: 1 for model in models},
     )
 
@@ -264,7 +274,7 @@ def _shares(before: Any, after: Any) -> tuple[float, float]:
 
 
 class _pool:
-    """A pool with both models loaded, one thread per engine: ``async with`` gives what serves them."""
+    """A pool with both models loaded: ``async with`` gives what serves them."""
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self._directory = directory
@@ -288,7 +298,7 @@ class _pool:
         options = PoolOptions(
             state_dir=self._directory / "state",
             devices=(f"cpu:{-(-need // (1 << 20))}MiB",),
-            worker_flags=("--threads", "1"),
+            worker_flags=("--step-turns",),
         )
         self._stack = AsyncExitStack()
         self._say("starting a pool, and loading both models")
@@ -315,7 +325,7 @@ def _service(name: str, source: Path) -> str:
     return (
         f"---\napiVersion: llm.serving/v1\nkind: ModelService\nmetadata: {{name: {name}}}\nspec:\n"
         f"  source: {msgspec.json.encode(str(source)).decode()}\n"
-        "  strategy: {min_replicas: 1, pinned: true, max_wait_s: 280}\n"
+        f"  sla: {{tpot_ms: {TPOT_S * 1000:.0f}}}\n  strategy: {{min_replicas: 1, pinned: true, max_wait_s: 280}}\n"
         f"  engine: {{type: vllm, dtype: bfloat16, max_num_seqs: {SLOTS}, max_context_len: {CONTEXT_TOKENS}, "
         f"kv_cache_bytes: {KV_BYTES}, options: {{max_num_batched_tokens: {STEP_TOKENS}}}}}\n"
     )

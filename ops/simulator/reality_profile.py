@@ -27,6 +27,8 @@ DECODE_TOKENS = 24
 PREFILL_INPUTS = (16, 64, 128, 256, 512, 768)
 ROUNDS = 3
 TRIM = 0.1
+STEP_TOKENS = 1 << 30
+"""Of an engine that prefills a whole prompt in one step."""
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,50 +67,61 @@ def trimmed_median(values: Sequence[float], trim: float = TRIM) -> float:
     return statistics.median(ordered[cut : len(ordered) - cut])
 
 
-def fit(prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], end_s: float) -> Profile:
+def fit(
+    prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], end_s: float, step_tokens: int = STEP_TOKENS
+) -> Profile:
     """Least squares on relative errors, no coefficient negative.
 
-    A prompt alone takes ``request_s + step_const_s + prefill_token_s L + prefill_token2_s L**2``: the engine's step is the
-    same, decoding nobody.
+    A prompt alone takes ``request_s + steps step_const_s + prefill_token_s L + prefill_token2_s L**2``: a step costs its
+    constant also while nobody decodes, and prefills ``step_tokens`` at most.
     """
     const_s, per_request_s, per_context_s = _fit(
         np.array([[1.0, point.batch, point.context] for point in decodes]), np.array([point.seconds for point in decodes])
     )
-    first_s, per_token_s, per_token2_s = _fit(
+    steps = np.array([-(-point.input_tokens // step_tokens) for point in prefills])
+    seconds = np.array([point.seconds for point in prefills])
+    request_s, per_token_s, per_token2_s = _fit(
         np.array([[1.0, point.input_tokens, point.input_tokens**2] for point in prefills]),
-        np.array([point.seconds for point in prefills]),
+        np.maximum(seconds - steps * const_s, 1e-6),
+        seconds,
     )
-    costs = StepCosts(
-        prefill_token_s=per_token_s,
-        prefill_token2_s=per_token2_s,
-        step_const_s=const_s,
-        step_request_s=per_request_s,
-        step_context_token_s=per_context_s,
+    predicted = (
+        request_s
+        + steps * const_s
+        + np.array([per_token_s * p.input_tokens + per_token2_s * p.input_tokens**2 for p in prefills])
     )
-    request_s = max(0.0, first_s - const_s)
     return Profile(
-        costs=costs,
+        costs=StepCosts(
+            prefill_token_s=per_token_s,
+            prefill_token2_s=per_token2_s,
+            step_const_s=const_s,
+            step_request_s=per_request_s,
+            step_context_token_s=per_context_s,
+        ),
         request_s=request_s,
         end_s=end_s,
-        prefill_error=max(
-            abs((request_s + const_s + per_token_s * p.input_tokens + per_token2_s * p.input_tokens**2) / p.seconds - 1)
-            for p in prefills
-        ),
+        prefill_error=float(np.abs(predicted / seconds - 1).max()),
         decode_error=max(
             abs((const_s + per_request_s * p.batch + per_context_s * p.context) / p.seconds - 1) for p in decodes
         ),
     )
 
 
-def _fit(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """Non-negative least squares of three coefficients on relative errors: the best over which of them are zero."""
-    weighted = rows / seconds[:, None]
+def _fit(
+    rows: npt.NDArray[np.float64],
+    seconds: npt.NDArray[np.float64],
+    scale_s: npt.NDArray[np.float64] | None = None,
+) -> tuple[float, float, float]:
+    """Non-negative least squares of three coefficients, errors relative to ``scale_s`` (the times themselves): the best over
+    which of them are zero."""
+    scale = seconds if scale_s is None else scale_s
+    weighted, wanted = rows / scale[:, None], seconds / scale
     best: tuple[float, list[float]] = (float("inf"), [0.0, 0.0, 0.0])
     for kept in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-        solved, *_ = np.linalg.lstsq(weighted[:, kept], np.ones(len(seconds)), rcond=None)
+        solved, *_ = np.linalg.lstsq(weighted[:, kept], wanted, rcond=None)
         if (solved < 0).any():
             continue
-        error = float(((weighted[:, kept] @ solved - 1.0) ** 2).sum())
+        error = float(((weighted[:, kept] @ solved - wanted) ** 2).sum())
         if error < best[0] - 1e-15:
             values = [0.0, 0.0, 0.0]
             for place, value in zip(kept, solved.tolist(), strict=True):
@@ -138,7 +151,7 @@ class Served:
         return timed
 
 
-async def measure_profile(served: Served, say: Callable[[str], None], *, rounds: int = ROUNDS) -> Profile:
+async def measure_profile(served: Served, say: Callable[[str], None], step_tokens: int, *, rounds: int = ROUNDS) -> Profile:
     """Measures and fits. Nothing else may run on the device meanwhile."""
     await served.ask(32, 4)
     first_s: dict[int, list[float]] = {length: [] for length in PREFILL_INPUTS}
@@ -159,7 +172,7 @@ async def measure_profile(served: Served, say: Callable[[str], None], *, rounds:
         if steps
     ]
     prefills = [PrefillPoint(length, trimmed_median(values)) for length, values in first_s.items()]
-    return fit(prefills, decodes, trimmed_median(ends_s))
+    return fit(prefills, decodes, trimmed_median(ends_s), step_tokens)
 
 
 def together(answers: Sequence[Timed]) -> list[float]:

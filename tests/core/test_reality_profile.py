@@ -48,6 +48,18 @@ def test_fit_finds_the_coefficients_that_made_the_points() -> None:
     assert found.decode_error < 1e-6
 
 
+def test_prompt_of_several_steps_pays_the_constant_of_each() -> None:
+    """An engine that prefills in chunks shows it in long prompts; the fit must not take it for the price of a token."""
+    prefills, decodes = points(COSTS, 0.03)
+    chunked = [
+        PrefillPoint(p.input_tokens, p.seconds + (-(-p.input_tokens // 200) - 1) * COSTS.step_const_s) for p in prefills
+    ]
+    found = fit(chunked, decodes, 0.002, step_tokens=200)
+    assert found.costs.prefill_token_s == pytest.approx(COSTS.prefill_token_s, rel=1e-6)
+    assert found.prefill_error < 1e-6
+    assert fit(chunked, decodes, 0.002).prefill_error > 0.01
+
+
 def test_no_coefficient_is_negative_whatever_the_noise() -> None:
     """Noise must not turn into time that an engine gives back."""
     random = np.random.default_rng(5)
