@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 SCALES: dict[str, dict[str, float]] = {
-    "five-lines": {"m-small": 0.074, "m-mid": 0.0349, "mm-image": 1.12, "deepseek-r1": 0.0945, "m-large": 0.0273},
-    "busy-few": {"m-small": 0.12, "m-mid": 0.10, "deepseek-r1": 0.9, "m-large": 0.17},
+    "five-lines": {"m-small": 0.074, "m-mid": 0.0349, "mm-image": 1.12, "deepseek-r1": 0.0945, "m-large": 0.0188},
+    "busy-few": {"m-small": 0.135, "m-mid": 0.0923, "deepseek-r1": 0.807, "m-large": 0.239},
 }
-"""By workload and ServeGen model: times the source's rates. Provisional."""
+"""By workload and ServeGen model: times the source's rates."""
 
 STATIC: dict[str, dict[str, int]] = {
     "five-lines": {"m-small": 1, "m-mid": 2, "mm-image": 2, "deepseek-r1": 3, "m-large": 1},
@@ -16,4 +16,4 @@ STATIC: dict[str, dict[str, int]] = {
     "pulse": {"pulsed": 6, "steady-a": 2, "steady-b": 2},
     "contention": {"small": 1, "middle": 1, "large": 1},
 }
-"""Replicas of the smallest dedicated split, by workload and model. Provisional."""
+"""Replicas of the smallest dedicated split, by workload and model."""
