@@ -82,7 +82,7 @@ class Victim:
     gone_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """Another KV budget or concurrency for a replica that stays."""
 

@@ -89,8 +89,8 @@ from workers.core.agent_refusals import Refusals
 from workers.core.agent_replica import (
     LOAD_STATES,
     SERVING_STATES,
-    Change,
     Operation,
+    PendingChange,
     Replica,
 )
 from workers.core.agent_replica import (
@@ -401,9 +401,9 @@ class AgentCore:
     def _say(self, replica: Replica, message: Concurrency | Resize | Sleep | Wake) -> None:
         self._out.append(SendControl(replica=replica.replica, message=message))
 
-    def _begin_change(self, now_s: float, replica: Replica, operation: OperationId) -> Change:
+    def _begin_change(self, now_s: float, replica: Replica, operation: OperationId) -> PendingChange:
         replica.changes += 1
-        replica.change = Change(replica.changes, operation, now_s + CHANGE_S_MAX)
+        replica.change = PendingChange(replica.changes, operation, now_s + CHANGE_S_MAX)
         return replica.change
 
     # ---- the ends of operations
@@ -592,7 +592,7 @@ class AgentCore:
         self._changed = True
         self._end(now_s, change.operation, failure)
 
-    def _change_timed_out(self, now_s: float, replica: Replica, change: Change) -> None:
+    def _change_timed_out(self, now_s: float, replica: Replica, change: PendingChange) -> None:
         """Nobody knows what it holds now: the larger budget stays charged, and one that fell asleep unheard is ended."""
         failure = f"the replica did not answer within {CHANGE_S_MAX:g} s"
         if change.record is None:

@@ -52,7 +52,7 @@ PROCESS_TRANSITIONS: dict[Process, tuple[Process, ...]] = {
 
 
 @dataclass(slots=True)
-class Change:
+class PendingChange:
     """Another KV budget, or a sleep, that the replica was asked for and has not answered."""
 
     number: int
@@ -90,7 +90,7 @@ class Replica:
     kill_bound_s: float | None = None
     ping_at_s: float | None = None
     vanish_at_s: float | None = None
-    change: Change | None = None
+    change: PendingChange | None = None
     changes: int = 0
     """Changes that it was asked for."""
     wakes: bool = False
