@@ -1,10 +1,11 @@
 """How much room each model needs above what it asks for on average, learned from how its own load has come lately.
 
-Many simple rules run in the shadow. Each follows the prefill work that arrives with a mean of its own speed, multiplies it,
-and gives capacity back with a reluctance of its own. A small fluid model of the queue tells what would have become of the
-requests if the pool had followed that rule, with capacity that comes only after a load: how many would have missed their
-targets, and how much capacity it would have taken. The rule that was cheapest among those that missed little decides. So a
-steady load gets little room, a bursty one much, and nobody has to say which is which.
+Many simple rules run in the shadow. Each follows the prefill work that arrives with a mean of its own speed and multiplies
+it; once a model is active at all it asks at least for a part of the level that its bursts usually have; and it gives
+capacity back only after a while of its own. A small fluid model of the queue tells what would have become of the requests if
+the pool had followed that rule, with capacity that comes only after a load: how many would have missed their targets, and
+how much capacity it would have taken. The rule that was cheapest among those that missed little decides. So a steady load
+gets little room, a bursty one much, and nobody has to say which is which.
 
 All models at once, as arrays of models x rules. Times in seconds, work in seconds of a replica alone on its devices.
 """
@@ -17,34 +18,45 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+FAST_S = 0.8
+"""Mean by which a model counts as active or not."""
+LEVEL_S = 600.0
+"""How long the level of bursts is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadroomSettings:
     """Which rules there are, and when one is good enough."""
 
-    means_s: tuple[float, ...] = (1.5, 4.0, 12.0, 45.0)
-    holds_s: tuple[float, ...] = (4.0, 15.0, 60.0)
-    factors: tuple[float, ...] = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+    means_s: tuple[float, ...] = (FAST_S, 3.0, 12.0)
+    factors: tuple[float, ...] = (1.0, 1.15, 1.3, 1.6)
+    levels: tuple[float, ...] = (0.0, 1.0, 1.3, 1.6)
+    holds_s: tuple[float, ...] = (4.0, 8.0, 20.0)
     missed_max: float = 0.005
-    """Share of requests that the chosen rule may have missed."""
-    memory_s: float = 600.0
+    """Share of requests that a rule may have missed."""
+    missed_price: float = 40.0
+    excess_price: float = 100.0
+    """What misses cost, below and above that share, as capacity of the level of a model's bursts: 0.01 of the requests below
+    it weigh as much as 0.4 times that level."""
+    memory_s: float = 1200.0
     """How fast old evidence fades."""
     delay_s: float = 3.4
     """From asking for capacity to having it."""
     drain_s: float = 10.0
     """What waits asks for capacity to be gone within this time."""
-    change_s: float = 8.0
+    change_s: float = 4.0
     """What it costs to ask for more, as seconds of the capacity asked for."""
+    active_share: float = 0.05
+    """Of the level of its bursts, above which a model counts as active."""
     step_s: float = 0.4
     """Of the shadow queues."""
     choose_s: float = 4.0
     settle_s: float = 20.0
     """What happens so soon after a model's first request says nothing about a rule."""
-    evidence_requests: float = 40.0
+    evidence_requests: float = 200.0
     """Below so many requests the first rule stands."""
-    first: tuple[float, float, float] = (4.0, 15.0, 1.5)
-    """Mean, hold and factor of a model that nobody knows yet."""
+    first: tuple[float, float, float, float] = (FAST_S, 1.3, 1.6, 8.0)
+    """Mean, factor, level and hold of a model that nobody knows yet."""
 
 
 class Headroom:
@@ -52,12 +64,12 @@ class Headroom:
 
     def __init__(self, settings: HeadroomSettings | None = None) -> None:
         s = self.settings = settings or HeadroomSettings()
-        grid = [(m, h, f) for m in s.means_s for h in s.holds_s for f in s.factors]
-        self._mean = np.array([s.means_s.index(m) for m, _, _ in grid])
-        self._hold_s = np.array([h for _, h, _ in grid])
-        self._factor = np.array([f for _, _, f in grid])
-        distance = [abs(m - s.first[0]) * 1e3 + abs(h - s.first[1]) + abs(f - s.first[2]) for m, h, f in grid]
-        self._first = int(np.argmin(distance))
+        grid = [(m, f, a, h) for m in s.means_s for f in s.factors for a in s.levels for h in s.holds_s]
+        self._mean = np.array([s.means_s.index(m) for m, *_ in grid])
+        self._factor = np.array([f for _, f, _, _ in grid])
+        self._level = np.array([a for _, _, a, _ in grid])
+        self._hold_s = np.array([h for *_, h in grid])
+        self._first = grid.index(s.first)
         self._taus = np.array(s.means_s)
         self._delay = max(1, round(s.delay_s / s.step_s))
         self.rows = 0
@@ -65,13 +77,17 @@ class Headroom:
         self._chosen_at_s = -np.inf
         rules = len(grid)
         self._ewma = np.zeros((0, len(s.means_s)))
+        self._fast = np.zeros(0)
+        self._slow = np.zeros(0)
+        self._level_sums = np.zeros((0, 2))
         self._held = np.zeros((0, rules))
+        self._held_for_s = np.zeros((0, rules))
         self._queue = np.zeros((0, rules))
         self._ring = np.zeros((self._delay, 0, rules))
         self._ring_at = 0
+        self._total = np.zeros((0, rules))
         self._cost = np.zeros((0, rules))
         self._missed = np.zeros((0, rules))
-        self._total = np.zeros((0, rules))
         self._weight = np.zeros(0)
         self._first_s = np.zeros(0)
         self._requests = np.zeros(0)
@@ -79,37 +95,25 @@ class Headroom:
         self._requests_new = np.zeros(0)
         self.chosen = np.zeros(0, dtype=np.int64)
 
+    _TABLES = ("_ewma", "_level_sums", "_held", "_held_for_s", "_queue", "_total", "_cost", "_missed")
+    _COLUMNS = ("_fast", "_slow", "_weight", "_requests", "_work_new", "_requests_new")
+
     def add_row(self) -> int:
         """A model that was not known before; returns its row."""
-
-        def grown(array: Floats, axis: int = 0) -> Floats:
-            shape = list(array.shape)
-            shape[axis] = 1
-            return np.concatenate([array, np.zeros(shape)], axis=axis)
-
-        self._ewma = grown(self._ewma)
-        self._held = grown(self._held)
-        self._queue = grown(self._queue)
-        self._ring = grown(self._ring, 1)
-        self._cost = grown(self._cost)
-        self._missed = grown(self._missed)
-        self._total = grown(self._total)
-        self._weight = grown(self._weight)
+        for name in (*self._TABLES, *self._COLUMNS):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros((1, *array.shape[1:]))]))
+        self._ring = np.concatenate([self._ring, np.zeros((self._delay, 1, self._ring.shape[2]))], axis=1)
         self._first_s = np.append(self._first_s, np.inf)
-        self._requests = grown(self._requests)
-        self._work_new = grown(self._work_new)
-        self._requests_new = grown(self._requests_new)
         self.chosen = np.append(self.chosen, self._first)
         self.rows += 1
         return self.rows - 1
 
     def forget_row(self, row: int) -> None:
         """The row may be used for another model."""
-        for array in (self._ewma, self._held, self._queue, self._cost, self._missed, self._total):
-            array[row] = 0.0
+        for name in (*self._TABLES, *self._COLUMNS):
+            getattr(self, name)[row] = 0.0
         self._ring[:, row] = 0.0
-        for line in (self._weight, self._requests, self._work_new, self._requests_new):
-            line[row] = 0.0
         self._first_s[row] = np.inf
         self.chosen[row] = self._first
 
@@ -119,36 +123,44 @@ class Headroom:
         self._requests_new[row] += requests
 
     def look(self, now_s: float, base: Floats, wait_s: Floats) -> Floats:
-        """How fast each row should be able to prefill now. ``base`` is what it can anyway, with what it needs on average;
-        ``wait_s`` is how long a prompt may wait (target less its own prefill)."""
+        """How fast each row should be able to prefill now. ``base`` is what it can anyway, with what it needs on average and
+        what it may borrow; ``wait_s`` is how long a prompt may wait (target less its own prefill)."""
         s = self.settings
         if now_s - self._step_at_s >= s.step_s - 1e-6:
             gone_s = min(now_s - self._step_at_s, 5.0)
-            self._step_at_s = now_s
-            if np.isfinite(gone_s) and gone_s > 0:
+            if np.isfinite(self._step_at_s):
                 self._step(now_s, gone_s, base, wait_s)
+            self._step_at_s = now_s
             self._work_new[:] = 0.0
             self._requests_new[:] = 0.0
         if now_s - self._chosen_at_s >= s.choose_s:
             self._chosen_at_s = now_s
             self._choose()
-        rows = np.arange(self.rows)
-        return np.asarray(self._held[rows, self.chosen], dtype=np.float64)
+        return np.asarray(self._held[np.arange(self.rows), self.chosen], dtype=np.float64)
 
     def _step(self, now_s: float, gone_s: float, base: Floats, wait_s: Floats) -> None:
         s = self.settings
         work, requests = self._work_new, self._requests_new
         rate = work / gone_s
         self._ewma += (1 - np.exp(-gone_s / self._taus)) * (rate[:, None] - self._ewma)
-        # A faster mean never lies below the slower ones: a lull of seconds is no reason to give up anything.
-        means = np.maximum.accumulate(self._ewma[:, ::-1], axis=1)[:, ::-1]
-        wanted = means[:, self._mean] * self._factor
-        self._held = np.maximum(wanted, self._held * np.exp(-gone_s / self._hold_s))
+        self._fast += (1 - np.exp(-gone_s / FAST_S)) * (rate - self._fast)
+        self._slow += (1 - np.exp(-gone_s / 45.0)) * (rate - self._slow)
+        # The mean rate as the work meets it: most work comes while much comes.
+        self._level_sums *= np.exp(-gone_s / LEVEL_S)
+        self._level_sums[:, 0] += work * self._fast
+        self._level_sums[:, 1] += work
+        level = self._levels()
+        active = self._fast > s.active_share * level
+        wanted = np.maximum(self._ewma[:, self._mean] * self._factor, (level * active)[:, None] * self._level)
+        self._held_for_s += gone_s
+        anew = (wanted >= self._held) | (self._held_for_s > self._hold_s)
+        self._held = np.where(anew, wanted, self._held)
+        self._held_for_s[anew] = 0.0
         total = np.maximum(self._held, base[:, None])
         have = np.minimum(self._ring.min(axis=0), total)
         self._ring[self._ring_at] = total + self._queue / s.drain_s
         self._ring_at = (self._ring_at + 1) % self._delay
-        speed = np.maximum(have, 1e-6)
+        speed = np.maximum(have, np.maximum(base, 1e-6)[:, None])
         self._queue += work[:, None] - speed * gone_s
         np.maximum(self._queue, 0.0, out=self._queue)
         over = np.maximum(0.0, self._queue - speed * wait_s[:, None])
@@ -170,18 +182,34 @@ class Headroom:
         s = self.settings
         share = self._missed / np.maximum(self._requests, 1.0)[:, None]
         cost = self._cost / np.maximum(self._weight, 1e-9)[:, None]
-        # Rules that miss too much are worse than all that do not, by how much they miss.
-        worth = np.where(share <= s.missed_max, cost, 1e6 * (1 + share))
+        scale = np.maximum(self._levels(), 0.3)[:, None]
+        worth = cost + scale * (s.missed_price * share + s.excess_price * np.maximum(0.0, share - s.missed_max))
         best = np.argmin(worth, axis=1)
         known = self._requests >= s.evidence_requests
         self.chosen = np.where(known, best, self._first)
 
-    def mean(self, row: int) -> float:
-        """The prefill work that has arrived per second, over the last quarter of a minute or, if that is more, minute."""
-        return float(self._ewma[row, -2:].max())
+    def _levels(self) -> Floats:
+        return np.asarray(self._level_sums[:, 0] / np.maximum(self._level_sums[:, 1], 1e-9))
 
-    def rule(self, row: int) -> tuple[float, float, float, float]:
-        """Mean, hold, factor and missed share of the rule that decides for a row."""
+    def means(self) -> list[float]:
+        """The prefill work that has arrived per second, by row: over some ten seconds, or over a minute if that is more."""
+        if not self.rows:
+            return []
+        found: list[float] = np.maximum(self._ewma[:, -1], self._slow).tolist()
+        return found
+
+    def fasts(self) -> list[float]:
+        """The prefill work that arrives per second just now, by row."""
+        found: list[float] = self._fast.tolist()
+        return found
+
+    def level(self, row: int) -> float:
+        """The rate at which prefill work usually comes while it comes."""
+        return float(self._level_sums[row, 0] / max(self._level_sums[row, 1], 1e-9))
+
+    def rule(self, row: int) -> tuple[float, float, float, float, float]:
+        """Mean, factor, level, hold and missed share of the rule that decides for a row."""
         e = int(self.chosen[row])
         share = float(self._missed[row, e] / max(1.0, self._requests[row]))
-        return float(self._taus[self._mean[e]]), float(self._hold_s[e]), float(self._factor[e]), share
+        found = (self._taus[self._mean[e]], self._factor[e], self._level[e], self._hold_s[e])
+        return (float(found[0]), float(found[1]), float(found[2]), float(found[3]), share)

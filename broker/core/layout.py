@@ -114,6 +114,7 @@ class Score(NamedTuple):
     lost: float
     devices: int
     load_s: float
+    """Device time of the loads to be made."""
     total: float
 
 
@@ -128,8 +129,7 @@ class Layout:
         self.blocks: dict[int, Block] = {}
         self.trials = 0
         """Changes made so far: the search's own measure of effort."""
-        self.keep = False
-        """Whether loads count as those that must be carried before a device is given up."""
+        self._keep = False
         self._next = 0
         self._there: dict[tuple[int, tuple[int, ...]], int] = {}
         for block in problem.placed:
@@ -141,12 +141,26 @@ class Layout:
         self._crowd = [0.0] * len(problem.sites)
         self._carried: dict[int, float] = {}
         self._capacity = [0.0] * len(problem.needs)
+        self._lacks: list[float | None] = [None] * len(problem.needs)
+        self._used = 0
+        self._load_price_s = 0.0
         self._journal: list[tuple[int, Block, bool]] = []
         for block in blocks:
             self._put(self._number(), block)
         self.trials = 0
 
     # ------------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def keep(self) -> bool:
+        """Whether loads count as those that must be carried before a device is given up."""
+        return self._keep
+
+    @keep.setter
+    def keep(self, keep: bool) -> None:
+        if keep is not self._keep:
+            self._keep = keep
+            self._lacks = [None] * len(self._lacks)
 
     def on(self, site: int) -> list[int]:
         """Numbers of the blocks on a site."""
@@ -163,6 +177,11 @@ class Layout:
     def used(self, site: int) -> bool:
         """Whether anything is there."""
         return bool(self._on[site])
+
+    @property
+    def devices(self) -> int:
+        """How many sites hold something."""
+        return self._used
 
     def is_there(self, place: tuple[int, tuple[int, ...]]) -> bool:
         """Whether one more block of this kind exists already than the layout has."""
@@ -205,8 +224,14 @@ class Layout:
 
     def lack(self, need: int) -> float:
         """Share of a model's load that is not carried, for want of time, of replicas or of KV memory."""
+        known = self._lacks[need]
+        if known is None:
+            known = self._lacks[need] = self._lack(need)
+        return known
+
+    def _lack(self, need: int) -> float:
         wanted = self.problem.needs[need]
-        load = wanted.load_keep if self.keep and wanted.load_keep is not None else wanted.load
+        load = wanted.load_keep if self._keep and wanted.load_keep is not None else wanted.load
         lack = 0.0
         if load > 0:
             lack = max(0.0, 1 - self._capacity[need] / load)
@@ -217,17 +242,23 @@ class Layout:
             lack = max(lack, 1 - self.kv_bytes(need) / wanted.kv_bytes)
         return lack
 
+    def lost(self) -> float:
+        """The value of all load that is not carried."""
+        lost = 0.0
+        for index, need in enumerate(self.problem.needs):
+            lack = self._lacks[index]
+            if lack is None:
+                lack = self.lack(index)
+            if lack:
+                lost += need.value * lack
+        return lost
+
     def score(self) -> Score:
         """The worth of the whole layout."""
-        needs = self.problem.needs
-        lost = math.fsum(need.value * self.lack(index) for index, need in enumerate(needs))
-        devices = sum(1 for blocks in self._on if blocks)
-        load_s = math.fsum(
-            needs[place[0]].load_s * needs[place[0]].gpus * max(0, count - self._there.get(place, 0))
-            for place, count in self._have.items()
-        )
+        lost = self.lost()
         prices = self.problem.prices
-        return Score(lost, devices, load_s, lost + prices.device * devices + prices.load * load_s)
+        total = lost + prices.device * self._used + prices.load * self._load_price_s
+        return Score(lost, self._used, self._load_price_s, total)
 
     # ----------------------------------------------------------------------------------------------------------- changing
 
@@ -291,11 +322,15 @@ class Layout:
         block = self.blocks.pop(number)
         need = block.need
         self._of[need].remove(number)
-        self._have[block.place] -= 1
+        left = self._have[block.place] = self._have[block.place] - 1
+        if left >= self._there.get(block.place, 0):
+            self._load_price_s -= self.problem.needs[need].load_s * len(block.sites)
         held = block.bytes_held or self.problem.needs[need].bytes_min
         for site in block.sites:
             self._on[site].remove(number)
             self._free[site] += held
+            if not self._on[site]:
+                self._used -= 1
         del self._carried[number]
         self._settle(block)
         return block
@@ -304,9 +339,13 @@ class Layout:
         need = block.need
         self.blocks[number] = block
         insort(self._of[need], number)
-        self._have[block.place] = self._have.get(block.place, 0) + 1
+        have = self._have[block.place] = self._have.get(block.place, 0) + 1
+        if have > self._there.get(block.place, 0):
+            self._load_price_s += self.problem.needs[need].load_s * len(block.sites)
         held = block.bytes_held or self.problem.needs[need].bytes_min
         for site in block.sites:
+            if not self._on[site]:
+                self._used += 1
             insort(self._on[site], number)
             self._free[site] -= held
         self._settle(block)
@@ -333,6 +372,7 @@ class Layout:
             for number in self._of[model]:
                 capacity += self._carried[number]
             self._capacity[model] = capacity
+            self._lacks[model] = None
 
     def _carries(self, block: Block) -> float:
         """What a block that is there carries, at the speed of the slowest of its sites."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,8 @@ class NeedSettings:
     kv_factor: float = 1.3
     """KV room over what running requests hold."""
     kv_keep_s: float = 30.0
+    activity_s: float = 20.0
+    """Mean over which a model counts as being at work or not, for its neighbours."""
     long_share: float = 0.006
     """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
     ttft_used: float = 0.75
@@ -66,6 +69,10 @@ class Largest:
         return entries[0][1]
 
 
+QUIET_LOOK_S = 1.0
+"""A model without anything to do is looked at this often."""
+SHARE_LEAST = 0.4
+"""Of a device: what a model that has a replica at all can count on for a moment."""
 BINS = 40
 BIN_FIRST_S = 0.01
 BIN_RATIO = 1.15
@@ -109,9 +116,13 @@ class ModelNeed:
     burst_share: float = 1.0
     """Of a replica's time, what prompts get while they queue."""
     mean: float = 0.0
-    """Prefill that arrives, with a little room."""
+    """Prefill that arrives, with a little room; just now; and usually while it comes."""
+    fast: float = 0.0
+    level: float = 0.0
     decode: float = 0.0
     queue: float = 0.0
+    waiting_s: float = 0.0
+    """Prefill of what waits."""
     share_min: float = 0.0
     kv_tokens: float = 0.0
     activity: float = 0.0
@@ -119,6 +130,8 @@ class ModelNeed:
     input_tokens: float = 1024.0
     output_tokens: float = 256.0
     """Means of those that arrived lately."""
+    token_s: float = 0.0
+    """What one more request adds to a decode step."""
     request_s: float = 0.0
     """Work of a mean request."""
     last_seen_s: float = -math.inf
@@ -140,10 +153,12 @@ FINISHED_MIN = 20
 
 class _Tracker:
     __slots__ = (
+        "busy",
         "decode",
         "decode_most",
         "expected",
         "finished",
+        "followed_s",
         "kv_most",
         "lengths",
         "need",
@@ -156,6 +171,8 @@ class _Tracker:
     def __init__(self, row: int, settings: NeedSettings) -> None:
         self.row = row
         self.need = ModelNeed()
+        self.busy = False
+        self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
         self.decode_most = Largest(settings.decode_keep_s)
@@ -172,39 +189,54 @@ class Needs:
         self.headroom = Headroom(self.settings.headroom)
         self._trackers: dict[ModelHash, _Tracker] = {}
         self._free_rows: list[int] = []
-        self._looked_s = -math.inf
+        self._base = np.zeros(0)
+        self._wait_s = np.ones(0)
 
-    def look(self, now_s: float, models: list[tuple[ModelView, StepCosts]]) -> dict[ModelHash, ModelNeed]:
-        """Takes what happened since the last look; ``models`` come with their costs, corrected by what was seen."""
+    def look(
+        self, now_s: float, models: list[tuple[ModelView, StepCosts]], spare: Mapping[ModelHash, float]
+    ) -> list[ModelNeed]:
+        """Takes what happened since the last look; ``models`` come with their costs, corrected by what was seen. ``spare``
+        is the share of devices that each could borrow from its neighbours at once. The answers are in their order."""
         s = self.settings
-        gone_s = min(max(1e-3, now_s - self._looked_s), 5.0)
-        self._looked_s = now_s
         trackers = self._known(models)
         rows = self.headroom.rows
-        base = np.zeros(rows)
-        wait_s = np.ones(rows)
+        if len(self._base) != rows:
+            self._base = np.resize(self._base, rows)
+            self._wait_s = np.resize(self._wait_s, rows)
+        means = self.headroom.means()
         for (model, costs), tracker in zip(models, trackers, strict=True):
-            self._follow(now_s, gone_s, model, costs, tracker)
-            need = tracker.need
-            need.mean = self.headroom.mean(tracker.row) * s.prefill_factor
+            need, row = tracker.need, tracker.row
+            requests = model.arrivals.requests
+            busy = model.running > 0 or model.waiting > 0 or requests[0] > 0 or requests[1] > 0 or requests[2] > 0
+            gone_s = now_s - tracker.followed_s
+            if not busy and not tracker.busy and gone_s < QUIET_LOOK_S:
+                continue
+            tracker.busy = busy
+            tracker.followed_s = now_s
+            self._follow(now_s, min(max(1e-3, gone_s), 5.0), model, costs, tracker)
+            need.mean = means[row] * s.prefill_factor
             # While prompts queue each step takes a chunk of them, and decodes once beside it.
             chunk_s = costs.prefill_token_s * s.chunk_tokens
             batch = need.running / max(1, len(model.replicas))
-            token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
-            need.burst_share = chunk_s / (chunk_s + costs.step_const_s + batch * token_s)
-            base[tracker.row] = need.burst_share * (need.mean + need.decode + standing(model, costs))
-            wait_s[tracker.row] = max(0.2, 0.9 * model.record.sla.ttft_p95_ms / 1000 - tracker.lengths.above(0.1))
-        wanted = self.headroom.look(now_s, base, wait_s).tolist()
-        needs = {}
+            need.burst_share = chunk_s / (chunk_s + costs.step_const_s + batch * need.token_s)
+            average = need.mean + need.decode + standing(model, costs)
+            there = spare.get(model.record.model_hash, 0.0)
+            self._base[row] = need.burst_share * max(average, there, SHARE_LEAST)
+            self._wait_s[row] = max(0.2, 0.9 * model.record.sla.ttft_p95_ms / 1000 - tracker.lengths.above(0.1))
+            need.level = self.headroom.level(row)
+        wanted = self.headroom.look(now_s, self._base, self._wait_s).tolist()
+        fast = self.headroom.fasts()
+        needs = []
         for (model, costs), tracker in zip(models, trackers, strict=True):
             need = tracker.need
             need.prefill = wanted[tracker.row]
+            need.fast = fast[tracker.row]
             waiting = model.waiting
-            waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
-            need.queue = max(0.0, waiting_s - s.queue_free_s) / s.drain_s
+            need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
+            need.queue = max(0.0, need.waiting_s - s.queue_free_s) / s.drain_s
             burst = need.prefill / need.burst_share - standing(model, costs)
             need.load = max(burst, need.mean + need.decode) + need.queue
-            needs[model.record.model_hash] = need
+            needs.append(need)
         return needs
 
     def _known(self, models: list[tuple[ModelView, StepCosts]]) -> list[_Tracker]:
@@ -248,6 +280,7 @@ class Needs:
             if tracker.finished >= FINISHED_MIN:
                 need.output_tokens = max(1.0, tracker.tokens_out / tracker.finished)
         token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
+        need.token_s = token_s
         need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
         life_s = min(max(2.0, need.output_tokens * s.token_s), 90.0)
         fade = math.exp(-gone_s / life_s)
@@ -257,7 +290,7 @@ class Needs:
         need.decode = tracker.decode_most.add(now_s, max(tracker.decode * s.decode_factor, by_running))
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
-        fade = math.exp(-gone_s / 5.0)
+        fade = math.exp(-gone_s / s.activity_s)
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
@@ -273,7 +306,7 @@ class Needs:
         expected = need.input_tokens + (tracker.expected / tracker.requests if tracker.requests else need.output_tokens)
         block = model.record.block_size
         held = sum((replica.kv_pages - replica.kv_pages_free) * block for replica in model.replicas)
-        soon = need.load / need.request_s * need.output_tokens * s.token_s if need.request_s > 0 else 0.0
+        soon = need.rps * need.output_tokens * s.token_s
         return max(held * s.kv_factor, max((model.running + model.waiting) * s.kv_factor, soon) * expected)
 
 

@@ -111,14 +111,7 @@ class Search:
         """Makes a change and returns what it is worth; None (and a layout to be rolled back) when that is nothing."""
         layout = self.layout
         prices = layout.problem.prices
-        sites: dict[int, None] = dict.fromkeys(option.sites)
-        for number in option.leave:
-            sites.update(dict.fromkeys(layout.blocks[number].sites))
-        models = dict.fromkeys([need, *(layout.blocks[number].need for number in option.leave)])
-        for site in sites:
-            models.update(dict.fromkeys(layout.blocks[number].need for number in layout.on(site)))
-        lost = self._lost(models)
-        devices = sum(map(layout.used, sites))
+        lost, devices = layout.lost(), layout.devices
         for number in option.leave:
             layout.remove(number)
         price = 0.0
@@ -128,16 +121,11 @@ class Search:
             if not layout.is_there((need, option.sites)):
                 price = layout.problem.needs[need].load_s * prices.load * len(option.sites)
             layout.add(need, option.sites)
-        won = lost - self._lost(models)
-        price += prices.device * (sum(map(layout.used, sites)) - devices)
+        won = lost - layout.lost()
+        price += prices.device * (layout.devices - devices)
         if won <= price + 1e-9:
             return None
         return won / (price + THRIFT) if self.thrifty else won - price
-
-    def _lost(self, models: Iterable[int]) -> float:
-        layout = self.layout
-        needs = layout.problem.needs
-        return math.fsum(needs[model].value * layout.lack(model) for model in models)
 
     def _options(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[_Option]:
         places = self._places(need, new_devices, shut)
@@ -244,14 +232,14 @@ class Search:
         return [site for *_, site in sorted(order)]
 
     def empty(self, site: int, *, moves: bool = True) -> bool:
-        """Takes all off a device and lets the rest take over; taken back unless that is better. Without ``moves`` nothing new
-        is put elsewhere."""
+        """Takes all off a device and lets the rest take over; taken back unless that is better. Without ``moves`` nothing
+        new is put elsewhere."""
         return self.again(list(self.layout.on(site)), new_devices=False, shut=(site,), moves=moves)
 
     # ---------------------------------------------------------------------------------------------------------- improving
 
     def improve(self) -> None:
-        """Local search: what is on a device is taken off and given again, kept where that is better, until nothing is."""
+        """Local search: what is on a device is taken off and given again, as long as that makes the whole better."""
         layout = self.layout
         better = True
         while better and not self.tired:

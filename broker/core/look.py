@@ -1,0 +1,38 @@
+"""What the coordinator sees of the pool at one moment, in the terms of its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from broker.core.layout import Problem
+from broker.core.needs import ModelNeed
+from broker.core.policy import ModelView, PoolView, ReplicaView
+from subjects.ids import ReplicaId
+from subjects.messages import ModelRecord, ReplicaState, StepCosts
+
+
+@dataclass(slots=True)
+class Look:
+    """One look at the pool. Models, needs, costs and the problem's needs have the same order."""
+
+    now_s: float
+    view: PoolView
+    models: list[ModelView]
+    needs: list[ModelNeed]
+    costs: list[StepCosts]
+    problem: Problem
+    replicas: dict[ReplicaId, ReplicaView]
+
+    def ready(self, replica: ReplicaId) -> bool:
+        """Whether it serves."""
+        return self.replicas[replica].state is ReplicaState.READY
+
+
+def kv_least_bytes(record: ModelRecord, tokens_min: int) -> int:
+    """The least KV that a replica gets, over all its devices."""
+    return min(tokens_min * record.kv_bytes_per_token, max(record.kv_bytes, record.kv_bytes_per_token))
+
+
+def fixed_bytes(record: ModelRecord) -> int:
+    """What a replica is charged on each device beside its KV."""
+    return -(-record.weights_bytes // record.gpus) + record.overhead_bytes

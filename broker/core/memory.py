@@ -1,0 +1,163 @@
+"""Everybody's part of the memory of the devices, and the starts of new replicas in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from broker.core.layout import Block, Layout
+from broker.core.look import Look, fixed_bytes, kv_least_bytes
+from broker.core.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
+from broker.core.spares import Spares
+from subjects.ids import ReplicaId
+
+ROUNDING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """How KV is shared out."""
+
+    kv_tokens_min: int = 20_000
+    """The least that a replica can hold: more than the longest prompt that is expected."""
+    resizes: bool = True
+    """Whether residents get more and less as their needs change, or only where a newcomer needs room."""
+    grow_by: float = 0.1
+    shrink_by: float = 0.15
+    """Smaller changes are not worth it."""
+    start_factor: float = 1.5
+    """A newcomer gets so many times what it will need, where that is free."""
+
+
+class Memory:
+    """Plans the memory of one look: :attr:`actions` in order, and who must go for them."""
+
+    def __init__(
+        self,
+        settings: MemorySettings,
+        look: Look,
+        layout: Layout,
+        blocks: tuple[Block, ...],
+        spares: Spares,
+        doomed: Iterable[ReplicaId],
+        closed: Mapping[ReplicaId, float],
+        *,
+        routine: bool,
+    ) -> None:
+        """``routine`` also evens out what nobody is in a hurry for."""
+        self._settings = settings
+        self._look = look
+        self._layout = layout
+        self.evicted: dict[ReplicaId, None] = {}
+        """Replicas that take nothing new any more, and whose memory is needed now."""
+        self.actions: list[Action] = []
+        self.spares: list[tuple[int, tuple[int, ...]]] = []
+        """Places of the spares that are started."""
+        sites = look.problem.sites
+        self._free = [look.view.devices[site.key].free_planned_bytes for site in sites]
+        self._beside: dict[int, list[ReplicaId]] = {}
+        self._spare_bytes: dict[int, int] = {}
+        out = {**dict.fromkeys(doomed), **spares.kept}
+        for block in look.problem.placed:
+            if block.replica is not None and block.replica in out:
+                for site in block.sites:
+                    self._beside.setdefault(site, []).append(block.replica)
+        for block in spares.new:
+            site = block.sites[0]
+            self._spare_bytes[site] = self._spare_bytes.get(site, 0) + look.problem.needs[block.need].bytes_min
+        self._going = {**closed, **spares.kept}
+        new = [block for block in blocks if block.replica is None]
+        urgent = {site for block in (*new, *spares.new) for site in block.sites}
+        grows = []
+        for block in blocks:
+            if block.replica is None or not look.ready(block.replica):
+                continue
+            hurry = not urgent.isdisjoint(block.sites)
+            if hurry or (routine and settings.resizes):
+                replica = look.replicas[block.replica]
+                target = self._resize(block, replica, hurry)
+                if target:
+                    grows.append((block, replica, target))
+        for block in new:
+            self._start(block)
+        if not new:
+            for block in spares.new:
+                self._start_spare(block)
+            for block, replica, target in grows:
+                self._grow(block, replica, target)
+
+    def _held(self, site: int) -> int:
+        """What those beside the plan hold on a site, and will."""
+        held = self._spare_bytes.get(site, 0)
+        for replica in self._beside.get(site, ()):
+            held += self._look.replicas[replica].budget_bytes
+        return held
+
+    def _least(self, block: Block) -> int:
+        return kv_least_bytes(self._look.models[block.need].record, self._settings.kv_tokens_min)
+
+    def _target(self, block: Block) -> int:
+        """KV over all devices: the least, and its part of what its sites have free beside those of no plan."""
+        record = self._look.models[block.need].record
+        extra = math.inf
+        for site in block.sites:
+            free = self._layout.free_bytes(site)
+            part = self._layout.kv_share(site, block.need) / free if free > 0 else 1.0
+            extra = min(extra, (free - self._held(site)) * part)
+        return self._least(block) + max(0, int(extra)) * record.gpus
+
+    def _resize(self, block: Block, replica: ReplicaView, hurry: bool) -> int:
+        """Shrinks it if that is due; returns what it should grow to, or 0."""
+        record = self._look.models[block.need].record
+        used = (replica.kv_pages - replica.kv_pages_free) * record.block_size * record.kv_bytes_per_token
+        least = min(replica.kv_bytes, self._least(block))
+        target = max(self._target(block), int(used * (1.01 if hurry else 1.1)), least)
+        if target < replica.kv_bytes * (0.99 if hurry else 1 - self._settings.shrink_by):
+            self.actions.append(ResizeReplicaKv(replica.replica, target, "its neighbours need the memory"))
+            self._take(block, (target - replica.kv_bytes) // record.gpus)
+        return target if target > replica.kv_bytes * (1 + self._settings.grow_by) else 0
+
+    def _grow(self, block: Block, replica: ReplicaView, target: int) -> None:
+        record = self._look.models[block.need].record
+        room = max(0, min(self._free[site] for site in block.sites)) * record.gpus
+        target = min(target, replica.kv_bytes + room)
+        if target > replica.kv_bytes * (1 + self._settings.grow_by):
+            self.actions.append(ResizeReplicaKv(replica.replica, target, "memory beside it is free"))
+            self._take(block, -(-(target - replica.kv_bytes) // record.gpus))
+
+    def _take(self, block: Block, each_bytes: int) -> None:
+        for site in block.sites:
+            self._free[site] -= each_bytes
+
+    def _start(self, block: Block) -> None:
+        """Starts a new replica where its memory is free, else makes those go that are not needed there any more."""
+        look = self._look
+        record = look.models[block.need].record
+        need = look.needs[block.need]
+        fixed, least = fixed_bytes(record), self._least(block)
+        room = min(self._free[site] for site in block.sites) - fixed
+        if room * record.gpus < least:
+            for site in block.sites:
+                if self._free[site] - fixed < -(-least // record.gpus):
+                    self.evicted.update(dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._going))
+            return
+        each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of(block.need)))
+        wanted = int(self._settings.start_factor * each)
+        kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))
+        keys = tuple(look.problem.sites[site].key for site in block.sites)
+        self.actions.append(StartReplica(record.model_hash, keys, need.text, kv_bytes=kv))
+        self._take(block, fixed + -(-kv // record.gpus))
+
+    def _start_spare(self, block: Block) -> None:
+        record = self._look.models[block.need].record
+        least = self._least(block)
+        each = fixed_bytes(record) + least
+        site = block.sites[0]
+        if self._free[site] >= each:
+            need = self._look.needs[block.need]
+            reason = f"spare for rushes of {need.level:.2f}; {need.text}"
+            key = self._look.problem.sites[site].key
+            self.actions.append(StartReplica(record.model_hash, (key,), reason, kv_bytes=least))
+            self.spares.append(block.place)
+            self._take(block, each)

@@ -1,0 +1,98 @@
+"""Spare replicas: beside the plan, on devices that it uses anyway, for rushes that are over before a load is.
+
+A spare costs memory that is free and no device. It takes no requests (weight 0) until its model is in a rush; then it has a
+share of its device's time at once, while the replicas that the plan adds are still loading.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from broker.core.layout import Block, Layout, Need
+from broker.core.look import Look
+from subjects.ids import ModelHash, ReplicaId
+
+SPARE_SHARE = 0.45
+"""Share of a device that a spare has in a rush: a neighbour works there too."""
+
+
+@dataclass(slots=True)
+class Spares:
+    """Replicas beside the plan: those that stay, those to come, and what each model could count on at once with them."""
+
+    kept: dict[ReplicaId, None] = field(default_factory=dict)
+    new: list[Block] = field(default_factory=list)
+    share: dict[ModelHash, float] = field(default_factory=dict)
+
+
+class SpareChooser:
+    """Chooses among the devices of one layout."""
+
+    def __init__(self, look: Look, layout: Layout) -> None:
+        self._look = look
+        self._layout = layout
+        problem = look.problem
+        self._free = [float(layout.free_bytes(site)) for site in range(len(problem.sites))]
+        self._residents = [len(layout.on(site)) for site in range(len(problem.sites))]
+        for block in layout.blocks.values():
+            need = problem.needs[block.need]
+            if need.kv_bytes:
+                wanted = need.kv_bytes / len(layout.of(block.need)) / len(block.sites)
+                for site in block.sites:
+                    self._free[site] -= wanted
+
+    def choose(self, kept: dict[ReplicaId, Block], level: float, count_max: int) -> Spares:
+        """Spares that cover ``level`` times the rate at which a model's work comes while it comes, those most in want first.
+
+        ``kept`` are the replicas of the plan.
+        """
+        problem = self._look.problem
+        spares = Spares()
+        order = []
+        for index, seen in enumerate(self._look.needs):
+            need = problem.needs[index]
+            if need.gpus > 1 or not need.replicas_min or not need.co_locates or not seen.level:
+                continue
+            lacking = level * seen.level - seen.burst_share * self._layout.capacity(index)
+            if lacking > 0:
+                order.append((-lacking, index))
+        for lacking, index in sorted(order):
+            self._for_model(index, min(math.ceil(-lacking / SPARE_SHARE), count_max), kept, spares)
+        return spares
+
+    def _for_model(self, index: int, count: int, kept: dict[ReplicaId, Block], spares: Spares) -> None:
+        look, layout, problem = self._look, self._layout, self._look.problem
+        need = problem.needs[index]
+        taken = {site for number in layout.of(index) for site in layout.blocks[number].sites}
+        chosen = 0
+        for block in problem.placed:
+            if block.need != index or block.replica is None or block.replica in kept:
+                continue
+            if chosen < count and self._fits(block.sites[0], need, taken):
+                chosen += 1
+                spares.kept[block.replica] = None
+                self._use(block.sites[0], need, taken)
+                if look.ready(block.replica):
+                    spares.share[need.model] = spares.share.get(need.model, 0.0) + SPARE_SHARE
+        if chosen < count and look.models[index].may_load:
+            sites = [site for site in range(len(problem.sites)) if self._fits(site, need, taken)]
+            sites.sort(key=lambda site: (self._residents[site], -self._free[site], site))
+            for site in sites[: count - chosen]:
+                spares.new.append(Block(index, (site,)))
+                self._use(site, need, taken)
+
+    def _fits(self, site: int, need: Need, taken: set[int]) -> bool:
+        layout, problem = self._layout, self._look.problem
+        place = problem.sites[site]
+        if site in taken or not layout.used(site) or self._residents[site] >= place.residents_max:
+            return False
+        if self._free[site] < need.bytes_min or place.kind not in need.rates:
+            return False
+        others = [problem.needs[layout.blocks[number].need] for number in layout.on(site)]
+        return all(other.co_locates and other.tenant == need.tenant for other in others)
+
+    def _use(self, site: int, need: Need, taken: set[int]) -> None:
+        self._free[site] -= need.bytes_min
+        self._residents[site] += 1
+        taken.add(site)
