@@ -93,7 +93,8 @@ EVICTION_AGAIN_S = 0.5
 """Where not all can be looked at, one for whom nobody could leave lets others have their turn this long."""
 DEVICES_AT_ONCE_MAX = 64
 DECISION_GAP_S = 20e-6
-"""In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together."""
+"""In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together; and
+a look at once comes no sooner than half of the usual time after another."""
 
 
 class SchedulerCore:
@@ -368,7 +369,9 @@ class SchedulerCore:
     def _policy_is_due(self, now_s: float) -> bool:
         # Half a millisecond: a tick of 100 ms may come a hair early by the clock, and must not wait for the one after.
         since_s = now_s - self._looked_s + 0.0005
-        return self._look_now or now_s >= self._next_look_s or since_s >= self.settings.policy_look_s
+        small = len(self.pool.devices(usable=False)) <= DEVICES_AT_ONCE_MAX
+        at_once = self._look_now and (small or since_s >= self.settings.policy_look_s / 2)
+        return at_once or now_s >= self._next_look_s or since_s >= self.settings.policy_look_s
 
     def _ask(self, now_s: float, policy: Policy, out: list[SchedulerCommand]) -> None:
         self._looked_s = now_s
