@@ -11,6 +11,8 @@ import gc
 import time
 from dataclasses import dataclass
 
+import msgspec
+
 from broker.core.placement import SchedulerCore
 from broker.core.policy import Decision, Policy, PoolView
 from broker.core.scheduler_events import (
@@ -29,6 +31,7 @@ from broker.core.scheduler_events import (
     Ticked,
     WorkerReported,
 )
+from profiles.budget import with_kv
 from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import (
     CommandOutcome,
@@ -44,6 +47,8 @@ from subjects.messages import (
     OperationEnded,
     ReplicaReport,
     ReplicaState,
+    ResizeKv,
+    SetConcurrency,
     SlaClass,
     StepCosts,
     UnloadReplica,
@@ -124,6 +129,7 @@ class BigPool:
         self.now_s = 1000.0
         self.core = SchedulerCore(SchedulerSettings(models_per_device_max=4), policy)
         self.models = [_model(number) for number in range(models)]
+        self.records = {model.model_hash: model for model in self.models}
         self.gateways = [IngressId(f"gw-{number}-00000000aa") for number in range(gateways)]
         self.sequence = 0
         self.commands = 0
@@ -168,11 +174,20 @@ class BigPool:
             self._loads += 1
             replica = ReplicaId(f"{order.replica_name}-{self._loads:010x}")
             record = order.record
-            worker.replicas[replica] = _replica(replica, record.model_hash, order.device, record.budget_bytes)
+            loaded = _replica(replica, record.model_hash, order.device, record.budget_bytes)
+            worker.replicas[replica] = msgspec.structs.replace(loaded, kv_bytes=record.kv_bytes)
         elif isinstance(order, UnloadReplica):
             worker.replicas.pop(order.replica, None)
+        elif isinstance(order, SetConcurrency | ResizeKv) and order.replica in worker.replicas:
+            worker.replicas[order.replica] = self._changed(worker.replicas[order.replica], order)
         ended = OperationEnded(worker=command.worker, operation=order.operation, replica=replica)
         self.step(OperationSeen(ended))
+
+    def _changed(self, report: ReplicaReport, order: SetConcurrency | ResizeKv) -> ReplicaReport:
+        if isinstance(order, SetConcurrency):
+            return msgspec.structs.replace(report, slots=order.slots)
+        budget_bytes = with_kv(self.records[report.model_hash], order.kv_bytes).budget_bytes
+        return msgspec.structs.replace(report, kv_bytes=order.kv_bytes, budget_bytes=budget_bytes)
 
     def round(self, number: int) -> tuple[float, float]:
         """What 100 ms bring; returns the seconds of the tick, and of all."""
@@ -182,9 +197,8 @@ class BigPool:
             total_s += self.step(BeatSeen(worker.worker, 1))
             for replica, report in list(worker.replicas.items()):
                 running = (number + at) % 8
-                worker.replicas[replica] = _replica(
-                    replica, report.model_hash, report.device, report.budget_bytes, running=running
-                )
+                free = report.kv_pages - running * 100
+                worker.replicas[replica] = msgspec.structs.replace(report, running=running, kv_pages_free=free)
             total_s += self.step(WorkerReported(worker.snapshot()))
         self.sequence += 1
         for at, gateway in enumerate(self.gateways):
@@ -195,7 +209,7 @@ class BigPool:
         return tick_s, total_s + tick_s
 
     def _demand(self, number: int, gateway: int, index: int) -> ModelDemand:
-        # The last models have no replica and wait in turns, a tenth of the others is idle, the rest has a queue now and then.
+        # The last models have no replica and wait in turns, a tenth of the others is idle, the rest has queues at times.
         cold = index >= len(self.models) - self._cold or index % 10 == 9
         waits = (number + index) % 97 == 0 or (cold and (number // 20 + index) % 5 == 0)
         return ModelDemand(
@@ -234,19 +248,17 @@ def _model(number: int) -> ModelRecord:
     )
 
 
-def _replica(
-    replica: ReplicaId, model: ModelHash, device: DeviceId, budget_bytes: int, *, running: int = 0
-) -> ReplicaReport:
+def _replica(replica: ReplicaId, model: ModelHash, device: DeviceId, budget_bytes: int) -> ReplicaReport:
     return ReplicaReport(
         replica=replica,
         model_hash=model,
         device=device,
         state=ReplicaState.READY,
         budget_bytes=budget_bytes,
-        running=running,
         slots=256,
         kv_pages=10_000,
-        kv_pages_free=10_000 - running * 100,
+        kv_pages_free=10_000,
+        kv_bytes=30 * GB,
         state_s=100.0,
     )
 
@@ -288,11 +300,12 @@ def _ms(ordered: list[float], share: float) -> float:
 
 def main() -> None:
     """Prints the measurements as JSON."""
-    import msgspec
+    from broker.core.coordinator import Coordinator
 
     found = {
         "base rules": measure_ticks(None),
         "with a policy's view": measure_ticks(Onlooker()),
+        "with the coordinator": measure_ticks(Coordinator()),
         "64 devices, 5 models": measure_ticks(Onlooker(), workers=8, models=5),
     }
     print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())  # what it is for
