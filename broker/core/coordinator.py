@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from broker.core.capacity import prefill_work_s
 from broker.core.layout import Block, Layout, Need, Prices, Problem, Site
-from broker.core.look import Look, fixed_bytes, kv_least_bytes
+from broker.core.look import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.memory import Memory, MemorySettings
 from broker.core.needs import ModelNeed, Needs, NeedSettings, standing
 from broker.core.packing import Search, named
@@ -51,10 +52,14 @@ class CoordinatorSettings:
     """Replicas move only when nothing has loaded or left for so long."""
     shrink_tries: int = 2
     """Devices whose load might move elsewhere that are looked at each time, in turn."""
+    stay_s: float = 6.0
+    """A replica that has served for less is not given up."""
     close_s: float = 1.0
     """How long a closed replica can be had back, at least."""
-    drain_s: float = 60.0
-    """How long its requests may take."""
+    again_s_max: float = 0.5
+    """Its requests go on elsewhere once computing them again costs no more than this, in prefill,"""
+    drain_s: float = 240.0
+    """or when they have had so long."""
     trials_max: int = 1500
     """Changes of the layout that one look may try."""
     forget_s: float = 1800.0
@@ -144,8 +149,13 @@ class Coordinator:
             for replica in model.replicas:
                 places = [number[key] for key in replica.devices if key in number]
                 if len(places) == model.record.gpus:
-                    held = 0 if replica.state is ReplicaState.READY else replica.budget_bytes
-                    blocks.append(Block(index, tuple(sorted(places)), replica.replica, replica.stays, held))
+                    held = left = 0
+                    if replica.state is not ReplicaState.READY:
+                        held = replica.budget_bytes
+                    elif replica.replica not in self._spares.kept and replica.running:
+                        left = fixed_bytes(model.record) + kv_used_bytes(model.record, replica) // model.record.gpus
+                    place = tuple(sorted(places))
+                    blocks.append(Block(index, place, replica.replica, replica.stays, held, left))
                     replicas[replica.replica] = replica
         problem = Problem(sites, tuple(wanted), tuple(blocks), self.settings.prices)
         return Look(now_s, view, [model for model, _ in pairs], needs, [costs for _, costs in pairs], problem, replicas)
@@ -164,7 +174,7 @@ class Coordinator:
         return Need(
             model=record.model_hash,
             load=need.load * (1 - s.lack_free),
-            load_keep=need.load,
+            load_keep=need.load_keep,
             bytes_min=fixed_bytes(record) + -(-kv_min // record.gpus),
             rates=dict.fromkeys(record.costs, 1.0),
             gpus=record.gpus,
@@ -216,7 +226,13 @@ class Coordinator:
 
     def _give_up(self, look: Look, search: Search) -> list[int]:
         """Devices that the others can do without; when all is calm also by moving what is there."""
-        candidates = search.emptiest()
+        young = {
+            site
+            for block in look.problem.placed
+            if block.replica is not None and self._young(look, look.replicas[block.replica])
+            for site in block.sites
+        }
+        candidates = [site for site in search.emptiest() if site not in young]
         emptied = [site for site in candidates if search.layout.used(site) and search.empty(site, moves=False)]
         if emptied or look.now_s - self._calm_s < self.settings.calm_s:
             return emptied
@@ -227,6 +243,9 @@ class Coordinator:
             if search.empty(site):
                 return [site]
         return []
+
+    def _young(self, look: Look, replica: ReplicaView) -> bool:
+        return replica.state is not ReplicaState.READY or look.now_s - replica.since_s < self.settings.stay_s
 
     # ------------------------------------------------------------------------------------------------------- carrying out
 
@@ -246,7 +265,7 @@ class Coordinator:
         routine = now_s == self._looked_s
         memory = Memory(s.memory, look, layout, blocks, spares, self._doomed, self._closed, routine=routine)
         for replica in memory.evicted:
-            if look.ready(replica):
+            if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
         self._spare_places = memory.spares
         actions: list[Action] = [*stops.values(), *memory.actions]
@@ -281,8 +300,18 @@ class Coordinator:
                 since_s = self._closed.get(replica)
                 if since_s is None or now_s - since_s < s.close_s:
                     continue
-                if not view.running or now_s - since_s >= s.drain_s:
+                if self._goes(look, replica):
                     stops[replica] = StopReplica(replica, self._doomed[replica], interrupt=True)
+
+    def _goes(self, look: Look, replica: ReplicaId) -> bool:
+        """Whether a closed replica may be ended: what it still runs costs little to compute again, or has had its time."""
+        view = look.replicas[replica]
+        if look.now_s - self._closed.get(replica, look.now_s) >= self.settings.drain_s or not view.running:
+            return True
+        index = next(i for i, model in enumerate(look.models) if model.record.model_hash == view.model_hash)
+        need = look.needs[index]
+        again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
+        return again_s <= self.settings.again_s_max
 
     # ------------------------------------------------------------------------------------------------------------ routing
 

@@ -18,7 +18,7 @@ from subjects.ids import ModelHash, ReplicaId
 
 SHARING_KEEPS = 0.97
 """What is left of a device's speed when several replicas take turns on it."""
-STARVED = 0.3
+STARVED = 0.05
 """What counts of a replica that is too slow for its longest prompts."""
 
 
@@ -77,6 +77,8 @@ class Block:
     """It may not be taken away."""
     bytes_held: int = 0
     """Of each of its devices, where that cannot be changed now; 0: the least that its model needs."""
+    bytes_left: int = 0
+    """What it goes on holding of each of its devices for a while though no layout has it: its requests are not over."""
 
     @property
     def place(self) -> tuple[int, tuple[int, ...]]:
@@ -132,12 +134,19 @@ class Layout:
         self._keep = False
         self._next = 0
         self._there: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._left_bytes: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._paid = [False] * len(problem.sites)
+        self._free = [site.memory_bytes for site in problem.sites]
         for block in problem.placed:
             self._there[block.place] = self._there.get(block.place, 0) + 1
+            if block.bytes_left:
+                self._left_bytes[block.place] = block.bytes_left
+                for site in block.sites:
+                    self._free[site] -= block.bytes_left
+                    self._paid[site] = True
         self._have: dict[tuple[int, tuple[int, ...]], int] = {}
         self._on: list[list[int]] = [[] for _ in problem.sites]
         self._of: list[list[int]] = [[] for _ in problem.needs]
-        self._free = [site.memory_bytes for site in problem.sites]
         self._crowd = [0.0] * len(problem.sites)
         self._carried: dict[int, float] = {}
         self._capacity = [0.0] * len(problem.needs)
@@ -190,6 +199,10 @@ class Layout:
     def left(self) -> list[tuple[int, tuple[int, ...]]]:
         """Places of blocks that exist and are not in the layout."""
         return [place for place in self._there if self.is_there(place)]
+
+    def paid(self, site: int) -> bool:
+        """Whether something that is not in the layout keeps the device for a while anyway."""
+        return self._paid[site]
 
     def capacity(self, need: int) -> float:
         """What a model's blocks carry in all."""
@@ -267,14 +280,20 @@ class Layout:
         wanted = self.problem.needs[need]
         if len(sites) != wanted.gpus or len(self._of[need]) >= wanted.replicas_max:
             return False
-        return all(self.fits_site(need, site) for site in sites)
+        place = (need, tuple(sites))
+        own = self._left_bytes.get(place, 0) if self.is_there(place) else 0
+        return all(self.fits_site(need, site, own) for site in sites)
 
-    def fits_site(self, need: int, site: int) -> bool:
-        """The same for one of its sites."""
+    def fits_site(self, need: int, site: int, own_bytes: int = 0) -> bool:
+        """The same for one of its sites; ``own_bytes`` are held there by a block that would come back."""
         wanted = self.problem.needs[need]
         place = self.problem.sites[site]
         on = self._on[site]
-        if self._free[site] < wanted.bytes_min or len(on) >= place.residents_max or place.kind not in wanted.rates:
+        if (
+            self._free[site] + own_bytes < wanted.bytes_min
+            or len(on) >= place.residents_max
+            or place.kind not in wanted.rates
+        ):
             return False
         copies = 0
         for number in on:
@@ -323,12 +342,15 @@ class Layout:
         need = block.need
         self._of[need].remove(number)
         left = self._have[block.place] = self._have[block.place] - 1
+        own = 0
         if left >= self._there.get(block.place, 0):
             self._load_price_s -= self.problem.needs[need].load_s * len(block.sites)
+        else:
+            own = self._left_bytes.get(block.place, 0)
         held = block.bytes_held or self.problem.needs[need].bytes_min
         for site in block.sites:
             self._on[site].remove(number)
-            self._free[site] += held
+            self._free[site] += held - own
             if not self._on[site]:
                 self._used -= 1
         del self._carried[number]
@@ -340,14 +362,17 @@ class Layout:
         self.blocks[number] = block
         insort(self._of[need], number)
         have = self._have[block.place] = self._have.get(block.place, 0) + 1
+        own = 0
         if have > self._there.get(block.place, 0):
             self._load_price_s += self.problem.needs[need].load_s * len(block.sites)
+        else:
+            own = self._left_bytes.get(block.place, 0)
         held = block.bytes_held or self.problem.needs[need].bytes_min
         for site in block.sites:
             if not self._on[site]:
                 self._used += 1
             insort(self._on[site], number)
-            self._free[site] -= held
+            self._free[site] -= held - own
         self._settle(block)
 
     def _settle(self, changed: Block) -> None:

@@ -36,3 +36,9 @@ def kv_least_bytes(record: ModelRecord, tokens_min: int) -> int:
 def fixed_bytes(record: ModelRecord) -> int:
     """What a replica is charged on each device beside its KV."""
     return -(-record.weights_bytes // record.gpus) + record.overhead_bytes
+
+
+def kv_used_bytes(record: ModelRecord, replica: ReplicaView) -> int:
+    """What its requests hold, and a little more for their next tokens, over all its devices."""
+    used = (replica.kv_pages - replica.kv_pages_free) * record.block_size * record.kv_bytes_per_token
+    return int(used * 1.05) + record.block_size * record.kv_bytes_per_token

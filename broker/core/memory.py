@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from broker.core.layout import Block, Layout
-from broker.core.look import Look, fixed_bytes, kv_least_bytes
+from broker.core.look import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
 from broker.core.spares import Spares
 from subjects.ids import ReplicaId
@@ -67,8 +67,14 @@ class Memory:
             site = block.sites[0]
             self._spare_bytes[site] = self._spare_bytes.get(site, 0) + look.problem.needs[block.need].bytes_min
         self._going = {**closed, **spares.kept}
+        self._closed = closed
+        self._keys = [site.key for site in sites]
+        self._site_of = {key: site for site, key in enumerate(self._keys)}
+        self._records = {model.record.model_hash: model.record for model in look.models}
         new = [block for block in blocks if block.replica is None]
         urgent = {site for block in (*new, *spares.new) for site in block.sites}
+        if routine and settings.resizes:
+            urgent.update(self._starved(blocks))
         grows = []
         for block in blocks:
             if block.replica is None or not look.ready(block.replica):
@@ -79,6 +85,7 @@ class Memory:
                 target = self._resize(block, replica, hurry)
                 if target:
                     grows.append((block, replica, target))
+        self._squeeze(urgent)
         for block in new:
             self._start(block)
         if not new:
@@ -87,11 +94,44 @@ class Memory:
             for block, replica, target in grows:
                 self._grow(block, replica, target)
 
+    def _starved(self, blocks: tuple[Block, ...]) -> list[int]:
+        """Sites where somebody should have clearly more and nothing is free: the others must give."""
+        sites: list[int] = []
+        for block in blocks:
+            if block.replica is None or not self._look.ready(block.replica):
+                continue
+            replica = self._look.replicas[block.replica]
+            record = self._look.models[block.need].record
+            more = (self._target(block) - replica.kv_bytes) // record.gpus
+            if more * record.gpus > self._settings.grow_by * replica.kv_bytes:
+                sites.extend(site for site in block.sites if self._free[site] < more)
+        return sites
+
+    def _squeeze(self, urgent: set[int]) -> None:
+        """Closed replicas in the way keep only what their requests hold."""
+        for site in sorted(urgent):
+            for name in self._beside.get(site, ()):
+                replica = self._look.replicas[name]
+                if name not in self._closed or not self._look.ready(name) or replica.devices[0] != self._keys[site]:
+                    continue
+                record = self._records[replica.model_hash]
+                target = kv_used_bytes(record, replica)
+                if target < replica.kv_bytes * 0.9:
+                    self.actions.append(ResizeReplicaKv(name, target, "it leaves, and its memory is needed"))
+                    freed = (replica.kv_bytes - target) // record.gpus
+                    for key in replica.devices:
+                        self._free[self._site_of[key]] += freed
+
     def _held(self, site: int) -> int:
         """What those beside the plan hold on a site, and will."""
         held = self._spare_bytes.get(site, 0)
-        for replica in self._beside.get(site, ()):
-            held += self._look.replicas[replica].budget_bytes
+        for name in self._beside.get(site, ()):
+            replica = self._look.replicas[name]
+            if name in self._closed and self._look.ready(name):
+                record = self._records[replica.model_hash]
+                held += fixed_bytes(record) + kv_used_bytes(record, replica) // record.gpus
+            else:
+                held += replica.budget_bytes
         return held
 
     def _least(self, block: Block) -> int:

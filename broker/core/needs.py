@@ -30,8 +30,10 @@ class NeedSettings:
     """Room over the means."""
     chunk_tokens: int = 4096
     """Prompt tokens that one step takes while prompts queue (``workers.core.pulling`` and the engine's own limit)."""
-    decode_keep_s: float = 15.0
-    """How long the most that decoding needed lately is kept."""
+    keep_s: float = 8.0
+    keep_lives: float = 2.0
+    """How long the most that was needed lately is kept before capacity is given up: at least this, and so many times as long
+    as a request runs, since a replica can go only when its requests are over."""
     drain_s: float = 10.0
     """What waits should be prefilled within this time: those that wait for a load are late already."""
     queue_free_s: float = 0.3
@@ -111,6 +113,8 @@ class ModelNeed:
     """The answer for one model at one moment."""
 
     load: float = 0.0
+    load_keep: float = 0.0
+    """The most of it lately: so much must be left before anything is given up."""
     prefill: float = 0.0
     """Speed of prefill that bursts ask for."""
     burst_share: float = 1.0
@@ -155,12 +159,12 @@ class _Tracker:
     __slots__ = (
         "busy",
         "decode",
-        "decode_most",
         "expected",
         "finished",
         "followed_s",
         "kv_most",
         "lengths",
+        "load_most",
         "need",
         "requests",
         "row",
@@ -175,7 +179,7 @@ class _Tracker:
         self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
-        self.decode_most = Largest(settings.decode_keep_s)
+        self.load_most = Largest(settings.keep_s)
         self.kv_most = Largest(settings.kv_keep_s)
         self.requests = self.tokens_in = 0.0
         self.finished = self.tokens_out = self.expected = 0.0
@@ -236,6 +240,7 @@ class Needs:
             need.queue = max(0.0, need.waiting_s - s.queue_free_s) / s.drain_s
             burst = need.prefill / need.burst_share - standing(model, costs)
             need.load = max(burst, need.mean + need.decode) + need.queue
+            need.load_keep = tracker.load_most.add(now_s, need.load)
             needs.append(need)
         return needs
 
@@ -287,7 +292,8 @@ class Needs:
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
         tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
         by_running = model.running * token_s / tpot_s
-        need.decode = tracker.decode_most.add(now_s, max(tracker.decode * s.decode_factor, by_running))
+        need.decode = max(tracker.decode * s.decode_factor, by_running)
+        tracker.load_most.span_s = max(s.keep_s, s.keep_lives * life_s)
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
         fade = math.exp(-gone_s / s.activity_s)

@@ -157,7 +157,9 @@ class Search:
         if wanted.gpus == 1:
             firsts: dict[str, int] = {}
             for (_, kind), sites in empty.items():
-                firsts.setdefault(kind, sites[0])
+                paid = [site for site in sites if layout.paid(site)]
+                if kind not in firsts or (paid and not layout.paid(firsts[kind])):
+                    firsts[kind] = (paid or sites)[0]
             places.extend((site,) for sites in used.values() for site in sites)
             places.extend((site,) for site in firsts.values())
         else:
