@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from subjects.ids import DeviceId, ModelHash, WorkerId
@@ -141,6 +141,10 @@ class Catalogue:
     def by_hash(self) -> list[ModelRecord]:
         """One record for each model, in order of name."""
         return self._by_hash
+
+    def records_by_hash(self) -> Mapping[ModelHash, ModelRecord]:
+        """The record that speaks for each model."""
+        return self._of_hash
 
     def of_hash(self, model_hash: ModelHash) -> ModelRecord | None:
         """The record that speaks for a model, or None when nobody applied it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from broker.core.fairness import Fairness
 from broker.core.planning import Outlook
 from broker.core.pool import Pool, Presence, Replica
 from broker.core.scheduler_events import PublishDigest, SchedulerSettings
@@ -29,9 +30,10 @@ class DigestBuilder:
     The timeline's times are monotonic inside and become wall-clock times on the way out.
     """
 
-    def __init__(self, settings: SchedulerSettings, pool: Pool) -> None:
+    def __init__(self, settings: SchedulerSettings, pool: Pool, fairness: Fairness) -> None:
         self._settings = settings
         self._pool = pool
+        self._fairness = fairness
         self._sequence = 0
         self._numbers = 0
         self.notes = 0
@@ -133,6 +135,7 @@ class DigestBuilder:
                 refusal=outlook.refusal,
                 retry_after_s=outlook.retry_after_s,
                 permanent=outlook.permanent,
+                class_weights=self._fairness.weights(record.model_hash),
                 waiting_queues=_in_order(demand[record.model_hash].queues) if record.model_hash in demand else (),
             )
             for name, (record, outlook) in outlooks.items()

@@ -65,16 +65,19 @@ class Fairness:
 
     def __init__(self, settings: FairnessSettings | None = None) -> None:
         self.settings = settings or FairnessSettings()
+        self.news = False
+        """Whether the last look changed a weight."""
         self._models: dict[ModelHash, _Model] = {}
         self._watch = FairnessWatch(self.settings.level)
         self._faded_s: float | None = None
         self._read_s = -math.inf
 
     def take(self, demand: Iterable[ModelDemand], records: Mapping[ModelHash, ModelRecord]) -> None:
-        """One gateway's counts. Rows of models without a record are left out."""
+        """One gateway's counts. Rows of models without a record are left out, and so is batch: it has no target, and those
+        that have missed theirs wait there (ops/decisions/0009)."""
         for row in demand:
             record = records.get(row.model_hash)
-            if record is None:
+            if record is None or row.sla_class is SlaClass.BATCH:
                 continue
             counts = self._class_of(row)
             counts.arrived += row.arrived
@@ -94,7 +97,9 @@ class Fairness:
         self._fade(now_s)
         for model_hash in [known for known in self._models if known not in records]:
             del self._models[model_hash]
+        self.news = False
         for model_hash, model in self._models.items():
+            before = model.weights
             slo_s = records[model_hash].sla.ttft_p95_ms / 1000
             below: dict[SlaClass, bool] = {}
             higher_fine = True
@@ -114,6 +119,7 @@ class Fairness:
                 work = {c: counts.work for c, counts in busy.items()}
                 requests = {c: max(1, round(counts.arrived)) for c, counts in busy.items()}
                 model.weights = class_weights(densities(work, requests), boost)
+            self.news = self.news or model.weights != before
 
     def weights(self, model_hash: ModelHash) -> dict[str, int]:
         """For the digest; empty where one class alone asks for the model."""

@@ -30,6 +30,11 @@ class Inflow:
         self._flow: dict[ModelHash, Flow] = {}
         self._known: tuple[float, dict[ModelHash, Demand]] | None = None
 
+    def is_news(self, telemetry: IngressTelemetry) -> bool:
+        """Whether it has not been counted yet."""
+        old = self._ingresses.get(telemetry.ingress)
+        return old is None or telemetry.sequence > old.sequence
+
     def take(self, now_s: float, heard_s: float, telemetry: IngressTelemetry) -> list[ModelHash]:
         """Takes a gateway's whole demand, and adds what it counted to the flow; returns the models that start to wait."""
         old = self._ingresses.get(telemetry.ingress)

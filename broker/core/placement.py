@@ -30,6 +30,7 @@ from broker.core.actions import Actions
 from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.describe import seconds_text
 from broker.core.digest import DigestBuilder
+from broker.core.fairness import Fairness
 from broker.core.journal import Course, resume
 from broker.core.outcomes import Outcomes
 from broker.core.planning import Outlook, Planner
@@ -106,7 +107,8 @@ class SchedulerCore:
         self.transactions = Transactions(self.settings, self.pool)
         self.catalogue = Catalogue()
         self.planner = Planner(self.settings, self.pool, self.catalogue, self.transactions)
-        self.digests = DigestBuilder(self.settings, self.pool)
+        self.fairness = Fairness()
+        self.digests = DigestBuilder(self.settings, self.pool, self.fairness)
         self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
         self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
         self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
@@ -238,6 +240,8 @@ class SchedulerCore:
         return out
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
+        if self.pool.is_news(event.telemetry):
+            self.fairness.take(event.telemetry.demand, self.catalogue.records_by_hash())
         starts = self.pool.ingress(now_s, event.telemetry)
         if self.policy is not None and any(self.planner.usage.replicas_count(model_hash) == 0 for model_hash in starts):
             self._look_now = True
@@ -247,6 +251,8 @@ class SchedulerCore:
         self.next_wake_s = now_s + self.settings.tick_s
         if self._next_look_s > now_s:
             self.next_wake_s = min(self.next_wake_s, self._next_look_s)
+        self.fairness.look(now_s, self.catalogue.records_by_hash())
+        self.digests.notes += self.fairness.news
         for worker in self.pool.judge(now_s):
             self.transactions.worker_died(now_s, worker)
             lost = [replica.replica for replica in self.pool.replicas_of(worker.worker)]

@@ -411,6 +411,10 @@ class Pool:
         """Takes a gateway's whole demand; returns the models that start to wait there."""
         return self._inflow.take(now_s, self._heard_s, telemetry)
 
+    def is_news(self, telemetry: IngressTelemetry) -> bool:
+        """Whether a gateway's telemetry has not been counted yet."""
+        return self._inflow.is_news(telemetry)
+
     def take_flow(self) -> dict[ModelHash, Flow]:
         """What arrived and ended since the last call, each telemetry counted once."""
         return self._inflow.take_flow()

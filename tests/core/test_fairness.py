@@ -7,8 +7,18 @@ from typing import Any
 import pytest
 
 from broker.core.fairness import Fairness, FairnessSettings
-from subjects.ids import ModelHash
-from subjects.messages import Lane, ModelDemand, ModelRecord, SlaClass, StepCosts
+from broker.core.placement import SchedulerCore
+from broker.core.scheduler_events import (
+    BusRoundTripMade,
+    IngressReported,
+    LeadershipGained,
+    PublishDigest,
+    RegistryLoaded,
+    SchedulerCommand,
+    Ticked,
+)
+from subjects.ids import IngressId, ModelHash
+from subjects.messages import IngressTelemetry, Lane, ModelDemand, ModelRecord, SlaClass, StepCosts
 
 A = ModelHash("a" * 64)
 RECORD = ModelRecord(
@@ -115,3 +125,32 @@ def test_memory_is_bounded() -> None:
     assert list(fairness._models) == [ModelHash(f"{number:064x}") for number in (1, 2)]
     fairness.look(0.0, {})
     assert not fairness._models
+
+
+def test_batch_is_not_helped() -> None:
+    """It has no target; those that missed theirs wait there, and must not be preferred for it (0009)."""
+    fairness = Fairness()
+    feed(fairness, 5.0, row(SlaClass.SILVER), row(SlaClass.BATCH, finished=0, waiting=50, oldest_wait_s=60.0))
+    assert fairness.weights(A) == {}
+    assert list(fairness.indexes()) == [(A, SlaClass.SILVER)]
+
+
+def test_the_scheduler_tells_replicas_the_weights() -> None:
+    """Counts of gateways go in once each, weights come out in the digest, and a change of them is published (SCH-7)."""
+    core = SchedulerCore()
+    out: list[SchedulerCommand] = core.step(0.0, LeadershipGained(1))
+    out += core.step(0.0, RegistryLoaded((RECORD,)))
+    rows = (row(SlaClass.GOLD, finished=0, waiting=40, oldest_wait_s=9.0), row(SlaClass.BRONZE))
+    sequence = 0
+    for tick in range(60):
+        now_s = tick / 10
+        sequence += tick % 2 == 0  # Each telemetry comes twice.
+        report = IngressTelemetry(ingress=IngressId("gw-1"), sequence=sequence, demand=rows)
+        out += core.step(now_s, BusRoundTripMade())
+        out += core.step(now_s, IngressReported(report))
+        out += core.step(now_s, Ticked(1e9 + now_s))
+    told = [c.digest.models[0].class_weights for c in out if isinstance(c, PublishDigest) and c.digest.models]
+    assert told[0] == {}
+    assert told[-1] == core.fairness.weights(A)
+    assert told[-1]["gold"] > 4 * told[-1]["bronze"]
+    assert core.fairness.indexes()[A, SlaClass.GOLD] < 0.5
