@@ -77,6 +77,9 @@ class CoordinatorSettings:
     slots_min: int = 4
     bounds_slots: bool = True
     shares_devices: bool = True
+    """False: every replica has its devices for itself."""
+    resizes_kv: bool = True
+    """False: a replica keeps the KV budget that it was loaded with."""
 
 
 class Coordinator:
@@ -105,6 +108,8 @@ class Coordinator:
         self._capacity: list[float] = []
         self._speed: list[float] = []
         """By model: share of devices that its ready replicas of the plan have."""
+        self._shares: dict[ModelHash, float] = {}
+        """By model: what each of them has on average."""
         self._turn = 0
         self._calm_s = -math.inf
         self._looked_s = self._slots_s = -math.inf
@@ -112,7 +117,7 @@ class Coordinator:
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """See ``policy.Policy``."""
         pairs = self._pairs(view)
-        needs = self.needs.look(now_s, pairs, self._spares.share)
+        needs = self.needs.look(now_s, pairs, self._spares.share, self._shares)
         seen = tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas])
         due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
         if not due and not self._anybody_lacks(needs):
@@ -263,7 +268,9 @@ class Coordinator:
         stops: dict[ReplicaId, StopReplica] = {}
         self._close(look, blocks, stops)
         routine = now_s == self._looked_s
-        memory = Memory(s.memory, look, layout, blocks, spares, self._doomed, self._closed, routine=routine)
+        memory = Memory(
+            s.memory, look, layout, blocks, spares, self._doomed, self._closed, routine=routine, resizes=s.resizes_kv
+        )
         for replica in memory.evicted:
             if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
@@ -324,6 +331,14 @@ class Coordinator:
                 share = min(layout.share(block.need, site) for site in block.sites)
                 weights[replica] = share
                 self._speed[block.need] += share
+        counts = [0] * len(look.models)
+        for replica, block in kept.items():
+            counts[block.need] += look.ready(replica)
+        self._shares = {
+            model.record.model_hash: speed / count
+            for model, speed, count in zip(look.models, self._speed, counts, strict=True)
+            if count
+        }
         for replica in self._doomed:
             weights[replica] = 0.0 if replica in self._closed else 0.5
         self._told = {replica: weight for replica, weight in self._told.items() if replica in look.replicas}

@@ -21,8 +21,6 @@ class MemorySettings:
 
     kv_tokens_min: int = 20_000
     """The least that a replica can hold: more than the longest prompt that is expected."""
-    resizes: bool = True
-    """Whether residents get more and less as their needs change, or only where a newcomer needs room."""
     grow_by: float = 0.1
     shrink_by: float = 0.15
     """Smaller changes are not worth it."""
@@ -44,9 +42,11 @@ class Memory:
         closed: Mapping[ReplicaId, float],
         *,
         routine: bool,
+        resizes: bool = True,
     ) -> None:
-        """``routine`` also evens out what nobody is in a hurry for."""
+        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with."""
         self._settings = settings
+        self._resizes = resizes
         self._look = look
         self._layout = layout
         self.evicted: dict[ReplicaId, None] = {}
@@ -73,19 +73,20 @@ class Memory:
         self._records = {model.record.model_hash: model.record for model in look.models}
         new = [block for block in blocks if block.replica is None]
         urgent = {site for block in (*new, *spares.new) for site in block.sites}
-        if routine and settings.resizes:
+        if routine:
             urgent.update(self._starved(blocks))
         grows = []
         for block in blocks:
             if block.replica is None or not look.ready(block.replica):
                 continue
             hurry = not urgent.isdisjoint(block.sites)
-            if hurry or (routine and settings.resizes):
+            if resizes and (hurry or routine):
                 replica = look.replicas[block.replica]
                 target = self._resize(block, replica, hurry)
                 if target:
                     grows.append((block, replica, target))
-        self._squeeze(urgent)
+        if resizes:
+            self._squeeze(urgent)
         for block in new:
             self._start(block)
         if not new:
@@ -183,7 +184,7 @@ class Memory:
                     self.evicted.update(dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._going))
             return
         each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of(block.need)))
-        wanted = int(self._settings.start_factor * each)
+        wanted = int(self._settings.start_factor * each) if self._resizes else self._target(block)
         kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))
         keys = tuple(look.problem.sites[site].key for site in block.sites)
         self.actions.append(StartReplica(record.model_hash, keys, need.text, kv_bytes=kv))

@@ -47,6 +47,12 @@ class NeedSettings:
     """Mean over which a model counts as being at work or not, for its neighbours."""
     long_share: float = 0.006
     """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
+    short_share: float = 0.1
+    """Share of requests with answers of a few tokens, as long as nobody knows better: one foreign prompt makes them late."""
+    short_weight: float = 20.0
+    """So many predicted misses must be contradicted before that share is no longer believed."""
+    short_missed_max: float = 0.005
+    """Share of requests that may be late for that reason."""
     ttft_used: float = 0.75
     """Share of the time to the first token that such a prompt's own prefill may take."""
 
@@ -98,6 +104,21 @@ class Lengths:
             self._bins = [count / 2 for count in self._bins]
             self._total /= 2
 
+    def share_above(self, prefill_s: float) -> float:
+        """The share of requests whose prompts take longer."""
+        if not self._total:
+            return 0.0
+        if prefill_s <= BIN_FIRST_S:
+            return 1.0
+        place = math.ceil(math.log(prefill_s / BIN_FIRST_S) / math.log(BIN_RATIO) - 0.5)
+        return sum(self._bins[max(place, 0) :]) / self._total
+
+    def mean(self) -> float:
+        """Mean prefill time."""
+        if not self._total:
+            return 0.0
+        return sum(count * BIN_FIRST_S * BIN_RATIO**place for place, count in enumerate(self._bins)) / self._total
+
     def above(self, share: float) -> float:
         """The prefill time that only this share of requests exceeds."""
         left = self._total * share
@@ -127,6 +148,8 @@ class ModelNeed:
     queue: float = 0.0
     waiting_s: float = 0.0
     """Prefill of what waits."""
+    share: float = 0.0
+    """Of its devices' time, what a replica has on average."""
     share_min: float = 0.0
     kv_tokens: float = 0.0
     activity: float = 0.0
@@ -153,6 +176,12 @@ class ModelNeed:
 
 
 FINISHED_MIN = 20
+SHORT_STEPS = 2
+"""Steps over which an answer of a few tokens is averaged."""
+SHORT_MEMORY = 5000.0
+"""Requests over which it is remembered how many were late."""
+SHARES = (0.24, 0.32, 0.4, 0.48, 0.6, 0.75, 0.9)
+"""Shares of a device's time that are told apart."""
 
 
 class _Tracker:
@@ -168,14 +197,19 @@ class _Tracker:
         "need",
         "requests",
         "row",
+        "short_missed",
+        "short_predicted",
         "tokens_in",
         "tokens_out",
+        "waited_s",
     )
 
     def __init__(self, row: int, settings: NeedSettings) -> None:
         self.row = row
         self.need = ModelNeed()
         self.busy = False
+        self.short_missed = self.short_predicted = 0.0
+        self.waited_s = -math.inf
         self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
@@ -197,10 +231,15 @@ class Needs:
         self._wait_s = np.ones(0)
 
     def look(
-        self, now_s: float, models: list[tuple[ModelView, StepCosts]], spare: Mapping[ModelHash, float]
+        self,
+        now_s: float,
+        models: list[tuple[ModelView, StepCosts]],
+        spare: Mapping[ModelHash, float],
+        shares: Mapping[ModelHash, float],
     ) -> list[ModelNeed]:
         """Takes what happened since the last look; ``models`` come with their costs, corrected by what was seen. ``spare``
-        is the share of devices that each could borrow from its neighbours at once. The answers are in their order."""
+        is the share of devices that each could borrow from its neighbours at once, ``shares`` what its replicas have of
+        their devices' time on average. The answers are in their order."""
         s = self.settings
         trackers = self._known(models)
         rows = self.headroom.rows
@@ -216,6 +255,7 @@ class Needs:
             if not busy and not tracker.busy and gone_s < QUIET_LOOK_S:
                 continue
             tracker.busy = busy
+            need.share = shares.get(model.record.model_hash, 0.0)
             tracker.followed_s = now_s
             self._follow(now_s, min(max(1e-3, gone_s), 5.0), model, costs, tracker)
             need.mean = means[row] * s.prefill_factor
@@ -302,8 +342,38 @@ class Needs:
         need.activity = 1 - math.exp(-need.running / serving)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, need, tracker))
         need.share_min = min(1.0, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000))
+        if model.oldest_wait_s > 0.25 * model.record.sla.ttft_p95_ms / 1000:
+            tracker.waited_s = now_s
+        self._short_answers(now_s, model, costs, tracker, life_s)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
+
+    def _short_answers(self, now_s: float, model: ModelView, costs: StepCosts, tracker: _Tracker, life_s: float) -> None:
+        """The share of time that answers of a few tokens need: a prompt that is prefilled between their tokens makes them
+        late, unless it is short for the replica's speed. How many such answers there are shows in how many were late
+        though nothing waited."""
+        s, need = self.settings, tracker.need
+        serving = max(1, sum(1 for replica in model.replicas if replica.running))
+        tpot_s = model.record.sla.tpot_ms / 1000
+        rate = need.rps / serving
+        mean_s = tracker.lengths.mean()
+
+        def late(share: float) -> float:
+            step_s = costs.step_const_s + need.token_s * need.running / serving
+            slack_s = SHORT_STEPS * (tpot_s * share - step_s)
+            return (1 - math.exp(-rate * mean_s / share)) * tracker.lengths.share_above(max(slack_s, 0.0))
+
+        if model.finished and now_s - tracker.waited_s > life_s + 5.0 and need.share > 0:
+            fade = math.exp(-model.finished / SHORT_MEMORY)
+            tracker.short_missed = tracker.short_missed * fade + model.finished - model.within_slo
+            tracker.short_predicted = tracker.short_predicted * fade + model.finished * late(need.share)
+        prior = s.short_weight
+        short = (tracker.short_missed + prior * s.short_share) / (tracker.short_predicted + prior)
+        for share in SHARES:
+            if short * late(share) <= s.short_missed_max:
+                need.share_min = max(need.share_min, share)
+                return
+        need.share_min = 1.0
 
     def _kv_tokens(self, model: ModelView, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run when tokens
