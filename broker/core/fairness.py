@@ -27,6 +27,10 @@ OUTPUT_TOKEN_WEIGHT = 8.0
 """Where a model's costs are unknown, an output token counts as so many prompt tokens."""
 
 
+ALONE_EVERY_S = 1.0
+"""How often a model with one class is read: there is nobody to be fair to, its index is only told."""
+
+
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
     """When it acts."""
@@ -70,7 +74,7 @@ class Fairness:
         self._models: dict[ModelHash, _Model] = {}
         self._watch = FairnessWatch(self.settings.level)
         self._faded_s: float | None = None
-        self._read_s = -math.inf
+        self._read_s = self._alone_read_s = -math.inf
 
     def take(self, demand: Iterable[ModelDemand], records: Mapping[ModelHash, ModelRecord]) -> None:
         """One gateway's counts. Rows of models without a record are left out, and so is batch: it has no target, and those
@@ -98,7 +102,12 @@ class Fairness:
         for model_hash in [known for known in self._models if known not in records]:
             del self._models[model_hash]
         self.news = False
+        alone_too = now_s - self._alone_read_s >= ALONE_EVERY_S
+        if alone_too:
+            self._alone_read_s = now_s
         for model_hash, model in self._models.items():
+            if len(model.classes) == 1 and not alone_too:
+                continue
             before = model.weights
             slo_s = records[model_hash].sla.ttft_p95_ms / 1000
             below: dict[SlaClass, bool] = {}
