@@ -1,9 +1,9 @@
 """The simulator against reality: one load of two models on real vLLM engines, and simulated with a measured profile.
 
-A pool of its own serves SmolLM2-135M and a random model of 38 million parameters on this machine's CPU, as one device whose
-engines take turns (ops/decisions/0008), each step on all cores. First each is measured alone and both together
-(``reality_profile``); then requests of known sizes come at times drawn from the seed, each to the real pool and into the
-simulator's world, and the quantiles that clients saw are compared.
+A pool of its own serves SmolLM2-135M and a random model of 38 million parameters on this machine's CPU, as one device
+whose engines take turns (ops/decisions/0008), with one thread each, so that gateway, bus and client have another core.
+First each is measured alone and both together (``reality_profile``); then requests of known sizes come at times drawn
+from the seed, each to the real pool and into the simulator's world, and the quantiles that clients saw are compared.
 
 What the simulator is told beside the profile: slots and prompt tokens per step, what is left of the device's time while both
 work (measured), and a constant per request for all that is not the engine's. ``python -m ops.simulator.reality --minutes 1``
@@ -43,13 +43,13 @@ TPOT_S = 0.4
 KV_BYTES = 400 * 1024 * 1024
 CONTEXT_TOKENS = 2048
 INPUT_TOKENS = (16, 512)
-OUTPUT_TOKENS = (8, 64)
-UTILISATION = 0.45
+OUTPUT_TOKENS = (8, 32)
+UTILISATION = 0.3
 """Of each engine when nothing runs beside it and nothing is batched."""
 BURST = 2.0
 """Each model comes at this times its rate in one third of the time, the two in different thirds."""
 GOAL = 0.15
-MINUTES = 6.0
+MINUTES = 10.0
 SETTLE_S = 5.0
 LOOK_S = 3.0
 BUSY_SHARE = 0.1
@@ -298,7 +298,8 @@ class _pool:
         options = PoolOptions(
             state_dir=self._directory / "state",
             devices=(f"cpu:{-(-need // (1 << 20))}MiB",),
-            worker_flags=("--step-turns",),
+            worker_flags=("--step-turns", "--threads", "1"),
+            environment={"VLLM_CPU_ATTN_SPLIT_KV": "0"},
         )
         self._stack = AsyncExitStack()
         self._say("starting a pool, and loading both models")
