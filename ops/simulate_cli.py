@@ -19,7 +19,11 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(short_help="Compare policies for the whole pool on a virtual clock.")
-@click.option("--suite", type=click.Choice(["headline", "full"]), help="The four fixed workloads: windows, or whole days.")
+@click.option(
+    "--suite",
+    type=click.Choice(["headline", "full"]),
+    help="The four fixed workloads (or --workload): windows, or whole days.",
+)
 @click.option("--workload", "workloads", multiple=True, metavar="NAME", help="One workload (see --list). May be repeated.")
 @click.option("--trace", type=click.Path(path_type=Path), help="A recording of your own, or a file in a public format.")
 @click.option("--scenario", metavar="NAME", help="A fixed experiment with figures of its own (see --list).")
@@ -65,6 +69,7 @@ def simulate(
     carpool simulate --workload five-lines --policy carpool --gpus 8 --load 1.2
     carpool simulate --workload long-tail --sweep --policy carpool --policy on-demand
     carpool simulate --suite headline --seed 7 --html report.html --json
+    carpool simulate --suite full --workload five-lines --policy carpool
     carpool simulate --trace my-recording.jsonl --policy carpool --policy static
     carpool simulate --scenario pulse --json
 
@@ -94,7 +99,7 @@ def _modes(
     suite: str | None, workloads: tuple[str, ...], trace: Path | None, scenario: str | None, reality: bool, names: bool
 ) -> dict[str, bool]:
     return {
-        "--suite": suite is not None,
+        "--suite": suite is not None and not workloads,
         "--workload": bool(workloads),
         "--trace": trace is not None,
         "--scenario": scenario is not None,
@@ -117,7 +122,7 @@ def _cases(
     """What the flags ask for, checked."""
     from ops.simulator.cases import HEADLINE_WORKLOADS, WARM_SWEEP_S, Case, check
 
-    names = HEADLINE_WORKLOADS if suite is not None else workloads
+    names = workloads or HEADLINE_WORKLOADS
     if trace is not None:
         names = (trace.stem,)
     warms = WARM_SWEEP_S if sweep else warm_s or (None,)

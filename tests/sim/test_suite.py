@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from multiprocessing import resource_tracker
@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from broker.core.policy import Decision, PoolView
 from ops.cli import main
 from ops.simulator import suite
-from ops.simulator.cases import Case, build
+from ops.simulator.cases import Case, Simulation, build
 from ops.simulator.policies import POLICIES
 from ops.simulator.report import page, write_page
 from ops.simulator.suite import BOUND, SCALARS, Scalar, Table, headline_cases, plan, policies_for, run_suite, scalars
@@ -243,6 +243,31 @@ def test_command_ends_with_one_json_object_on_one_line(case: Case, tmp_path: Pat
     assert any("refused" in line and "TTFT p99" in line and "to effect" in line and "to ready" in line for line in before)
     assert "simulate: 2/2" in done.stderr
     assert html.stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("flags", "cases"),
+    [
+        (["--suite", "headline"], ["five-lines", "busy-few", "long-tail", "burst"]),
+        (["--suite", "full", "--workload", "five-lines"], ["five-lines"]),
+        (["--workload", "burst", "--sweep"], [f"burst@warm={warm}s" for warm in ("0.3", "3", "30", "120")]),
+        (["--workload", "burst", "--warm-s", "1", "--gpus", "8", "--load", "1.2"], ["burst@load=1.2,gpus=8,warm=1s"]),
+    ],
+)
+def test_flags_become_cases(flags: list[str], cases: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command line asks for is what is simulated, with the seed it names."""
+    asked: list[Simulation] = []
+
+    def fake(planned: Sequence[Simulation], *, processes: int, told: object) -> Table:
+        asked.extend(planned)
+        return Table()
+
+    monkeypatch.setattr(suite, "run_suite", fake)
+    done = CliRunner().invoke(main, ["simulate", *flags, "--policy", "static", "--seed", "9", "--json"])
+    assert done.exit_code == 0, done.output
+    assert list(dict.fromkeys(simulation.case.label for simulation in asked)) == cases
+    assert {(simulation.policy, simulation.seed) for simulation in asked} == {("static", 9)}
+    assert {simulation.case.suite for simulation in asked} == {"full" if "full" in flags else "headline"}
 
 
 @pytest.mark.parametrize(
