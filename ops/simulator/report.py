@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.simulator.suite import ABLATION_PREFIX, BOUND, OURS, SLO_SHARE, Row, Table, ratio_to
+from ops.simulator.types import SimModel
 
 MODELS_MAX = 10
 """Lines of models in one plot; further ones are drawn as one."""
@@ -108,7 +109,7 @@ def _anchor(label: str) -> str:
 
 def _section(table: Table, label: str) -> str:
     rows = [row for row in table.rows if row.case.label == label]
-    parts = [f'<section id="{_anchor(label)}"><h2>{html.escape(label)}</h2>', _html_table(table, rows)]
+    parts = [f'<section id="{_anchor(label)}"><h2>{html.escape(label)}</h2>', _setting(rows[0]), _html_table(table, rows)]
     parts += [f"<p class=error>{html.escape(row.policy)}: {html.escape(row.error)}</p>" for row in rows if row.error]
     if any(row.result for row in rows):
         parts.append(_embedded(_cost_against_slo(rows)))
@@ -118,6 +119,45 @@ def _section(table: Table, label: str) -> str:
     if drawn:
         parts.append(_embedded(_over_time(drawn)))
     return "".join([*parts, "</section>"])
+
+
+def _setting(row: Row) -> str:
+    """Pool, load times, windows, and the models by their costs."""
+    from ops.simulator.cases import build
+
+    workload = build(row.case)
+    pool, ladder = workload.pool, workload.ladder
+    measured_s = sum(window.end_s - window.begin_s for window in workload.windows)
+    kinds: dict[tuple[object, ...], list[SimModel]] = {}
+    for model in workload.models:
+        kinds.setdefault((model.costs, model.weights_bytes, model.kv_bytes_per_token, model.gpus), []).append(model)
+    rows = []
+    for models in kinds.values():
+        model, costs = models[0], models[0].costs
+        names = ", ".join(one.name for one in models[:4]) + (f" and {len(models) - 4} more" if len(models) > 4 else "")
+        split = sorted({workload.static_replicas.get(one.name, 0) for one in models})
+        step = f"{1e3 * costs.step_const_s:.3g} + {1e3 * costs.step_request_s:.3g} batch"
+        step += f" + {1e3 * costs.step_context_token_s:.2g} context"
+        cells = (
+            html.escape(names),
+            f"{model.weights_bytes / 1e9:.3g}",
+            str(model.gpus),
+            f"{model.kv_bytes_per_token:,}",
+            f"{1e3 * costs.prefill_token_s:.4g} L + {1e3 * costs.prefill_token2_s:.2g} L²",
+            step,
+            "-".join(map(str, split[:1] + split[-1:] if len(split) > 1 else split)),
+        )
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("models", "weights GB", "GPUs", "KV B/token", "prefill ms", "decode step ms", "static replicas")
+    )
+    return (
+        f"<p>{pool.devices} devices {html.escape(pool.device_type)} in nodes of {pool.devices_per_node}; a load takes "
+        f"{ladder.warm_s:g} s with the weights near and {ladder.cold_s:g} s from afar; {len(workload.windows)} "
+        f"{'window' if len(workload.windows) == 1 else 'windows'}, {measured_s / 60:.0f} minutes measured.</p>"
+        f"<details><summary>Models</summary><div class=scroll><table><tr>{head}</tr>{''.join(rows)}</table></div></details>"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- table

@@ -207,8 +207,9 @@ def test_page_is_self_contained_whole_and_escaped(case: Case, table: Table) -> N
     assert "<mine>" not in made.split("<main>")[1]
     assert "its time by turns" in " ".join(text.split())
     assert "3 s with the weights in the node's memory" in text
-    assert parsed.counts["table"] == 1
-    assert parsed.counts["tr"] == 1 + len(table.rows)
+    assert parsed.counts["table"] == 2
+    assert parsed.counts["tr"] == 1 + len(table.rows) + 1 + len(build(case).models)
+    assert "a load takes 3 s with the weights near and 60 s from afar" in " ".join(text.split())
     assert len(re.findall(r"Plotly\.newPlot", made.split("<main>")[1])) == 2
 
 
