@@ -315,14 +315,16 @@ async def test_nothing_a_client_sent_is_logged(driver: Driver, capfd: pytest.Cap
     assert secret not in out + err
 
 
+def held(driver: Driver) -> tuple[int, int, int]:
+    """Requests that run and wait, and free pages; the load's clocks go on whatever happens."""
+    load = driver.engine.load()
+    return load.running, load.waiting, load.kv_pages_free
+
+
 async def test_an_aborted_request_frees_its_slot_and_pages(driver: Driver) -> None:
     """In the middle of a stream the abort frees slot and KV within a second, and nothing more comes out (PAINS A4)."""
 
-    def held() -> tuple[int, int, int]:
-        load = driver.engine.load()
-        return load.running, load.waiting, load.kv_pages_free
-
-    idle = held()
+    idle = held(driver)
     assert idle[:2] == (0, 0)
     request = driver.send(ask("A long one", max_tokens=900, ignore_eos=True))
     answer = driver.answers[request]
@@ -330,7 +332,7 @@ async def test_an_aborted_request_frees_its_slot_and_pages(driver: Driver) -> No
     assert driver.engine.load().running == 1
     driver.engine.abort(request, 1)
     seen = len(answer.deltas)
-    await until(lambda: held() == idle, within_s=1.0)
+    await until(lambda: held(driver) == idle, within_s=1.0)
     assert (await driver.ask(QUESTION | {"max_tokens": 3})).usage.completion_tokens == 3
     assert len(answer.deltas) == seen
     assert not answer.done.is_set()
@@ -338,7 +340,7 @@ async def test_an_aborted_request_frees_its_slot_and_pages(driver: Driver) -> No
 
 async def test_requests_aborted_before_they_run_never_speak(driver: Driver) -> None:
     """Aborts right after add, twice, of unknown requests and of waiting ones leave nothing behind (PAINS A2)."""
-    idle = driver.engine.load()
+    idle = held(driver)
     requests = [driver.send(ask(f"Number {i}", max_tokens=500, ignore_eos=True, n=3)) for i in range(6)]
     driver.engine.abort(requests[0], 1)
     driver.engine.abort(requests[0], 2)
@@ -348,7 +350,7 @@ async def test_requests_aborted_before_they_run_never_speak(driver: Driver) -> N
         driver.engine.abort(request, 1)
     counts = [len(driver.answers[request].deltas) for request in requests]
     assert counts[0] == 0
-    await until(lambda: driver.engine.load() == idle, within_s=1.0)
+    await until(lambda: held(driver) == idle, within_s=1.0)
     await driver.ask(QUESTION | {"max_tokens": 3})
     assert [len(driver.answers[request].deltas) for request in requests] == counts
     # The same attempt id may be heard of again.
