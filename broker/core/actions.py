@@ -275,7 +275,7 @@ class Actions:
             return self._advise(now_s, "unload", name, action.reason, where, "", [name])
         if coming:
             return self._take_back(now_s, base_name(replica.replica), action.reason, out)
-        drain_s = 0.0 if action.interrupt else None
+        drain_s = 0.0 if action.interrupt and self._settings.interrupts else None
         self.retire(now_s, replica, action.reason, drain_s=drain_s, out=out)
         return ""
 

@@ -60,6 +60,10 @@ class CoordinatorSettings:
     """Its requests go on elsewhere once computing them again costs no more than this, in prefill,"""
     drain_s: float = 240.0
     """or when they have had so long."""
+    watch_s: float = 30.0
+    """A new leader knows no history: so long it gives nothing up."""
+    watch_gap_s: float = 5.0
+    """After a longer pause it is as if new."""
     trials_max: int = 1500
     """Changes of the layout that one look may try."""
     forget_s: float = 1800.0
@@ -112,10 +116,15 @@ class Coordinator:
         """By model: what each of them has on average."""
         self._turn = 0
         self._calm_s = -math.inf
+        self._decided_s = -math.inf
+        self._watches_since_s = -math.inf
         self._looked_s = self._slots_s = -math.inf
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """See ``policy.Policy``."""
+        if now_s - self._decided_s > self.settings.watch_gap_s:
+            self._watches_since_s = now_s
+        self._decided_s = now_s
         pairs = self._pairs(view)
         needs = self.needs.look(now_s, pairs, self._spares.share, self._shares)
         seen = tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas])
@@ -208,7 +217,7 @@ class Coordinator:
             self._calm_s = now_s
         if now_s - self._looked_s >= s.look_s - 1e-6:
             self._looked_s = now_s
-            if layout.trials == 0:
+            if layout.trials == 0 and now_s - self._watches_since_s >= s.watch_s:
                 emptied = self._give_up(look, search)
                 if emptied:
                     names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)

@@ -88,6 +88,9 @@ class SchedulerSettings:
     dead_replicas_max: int = 1000
     policy_look_s: float = 0.2
     """The policy is asked at most this often, and at once when a model without replicas starts to wait."""
+    interrupts: bool = False
+    """Whether a policy may interrupt answers that run: only where gateways let them go on elsewhere (REL-2). Else every stop
+    drains."""
     models_per_device_max: int | None = None
     """Different models that may share a device (SCH-3). None: the base rules go by room alone, policies by 2."""
 

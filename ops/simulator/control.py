@@ -77,8 +77,10 @@ QUIET = SchedulerSettings(
     load_s_max=3600.0,
     listen_s=0.0,
     listen_s_max=0.0,
+    interrupts=True,
 )
-"""Of a pool where nobody falls silent and a load may take as long as a ladder says."""
+"""Of a pool where nobody falls silent, a load may take as long as a ladder says, and an interrupted answer goes on elsewhere
+(REL-2: the cores and the engine can; the gateway's switch for it is still off by default)."""
 
 
 class _Node:

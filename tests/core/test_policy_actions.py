@@ -270,8 +270,14 @@ def test_a_started_replica_gets_the_kv_that_was_decided() -> None:
 
 
 def test_an_interrupted_replica_does_not_finish_its_requests() -> None:
-    """A stop drains within its bound; an interruption has a bound of nothing (SCH-9)."""
-    pool = Pool(A, B)
+    """A stop drains within its bound; an interruption has a bound of nothing (SCH-9), where answers can go on elsewhere."""
+    careful = Pool(A, B)
+    c = careful.has("a", 0)
+    careful.tell()
+    (stop,) = careful.decide(StopReplica(c, "because", interrupt=True))
+    assert isinstance(stop, DrainReplica)
+    assert stop.timeout_s == 30.0
+    pool = Pool(A, B, settings=SchedulerSettings(interrupts=True))
     a, b = pool.has("a", 0), pool.has("b", 1)
     pool.tell()
     stops = pool.decide(StopReplica(a, "because"), StopReplica(b, "because", interrupt=True))
