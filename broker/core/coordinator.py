@@ -398,6 +398,6 @@ class Coordinator:
             if need.request_s > 0:
                 slots = int(need.output_tokens * max(0.0, tpot_s * share - costs.step_const_s) / need.request_s)
             slots = min(max(slots, s.slots_min), record.max_num_seqs)
-            if abs(slots - view.slots) > 0.15 * view.slots:
+            if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
         return actions

@@ -7,7 +7,6 @@ alone, times its share of its devices' time, less the standing share that its st
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +90,7 @@ class Prices:
     """What things cost beside lost value. A model of value 1000 that lacks a thousandth of its load weighs a device."""
 
     device: float = 1.0
-    load: float = 0.1
+    load: float = 0.2
     """For each second of a load."""
 
 
@@ -222,14 +221,19 @@ class Layout:
 
     def kv_share(self, site: int, need: int) -> float:
         """What one block of a model gets of what is free on a site, beyond its least."""
+        return self._free[site] * self.kv_part(site, need)
+
+    def kv_part(self, site: int, need: int) -> float:
+        """The part of what is free on a site that one block of a model gets: by how much each still wants."""
         on = self._on[site]
         if len(on) == 1:
-            return float(self._free[site])
-        wanted = [self._kv_wanted(self.blocks[number].need) for number in on]
-        total = math.fsum(wanted)
+            return 1.0
+        total = 0.0
+        for number in on:
+            total += self._kv_wanted(self.blocks[number].need)
         if total <= 0:
-            return self._free[site] / len(on)
-        return self._free[site] * self._kv_wanted(need) / total
+            return 1 / len(on)
+        return self._kv_wanted(need) / total
 
     def _kv_wanted(self, need: int) -> float:
         wanted = self.problem.needs[need]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -66,6 +65,7 @@ class Memory:
         for block in spares.new:
             site = block.sites[0]
             self._spare_bytes[site] = self._spare_bytes.get(site, 0) + look.problem.needs[block.need].bytes_min
+        self._shared_bytes: dict[int, int] = {}
         self._going = {**closed, **spares.kept}
         self._closed = closed
         self._keys = [site.key for site in sites]
@@ -141,12 +141,19 @@ class Memory:
     def _target(self, block: Block) -> int:
         """KV over all devices: the least, and its part of what its sites have free beside those of no plan."""
         record = self._look.models[block.need].record
-        extra = math.inf
-        for site in block.sites:
-            free = self._layout.free_bytes(site)
-            part = self._layout.kv_share(site, block.need) / free if free > 0 else 1.0
-            extra = min(extra, (free - self._held(site)) * part)
+        extra = min(self._shared(site) * self._layout.kv_part(site, block.need) for site in block.sites)
         return self._least(block) + max(0, int(extra)) * record.gpus
+
+    def _shared(self, site: int) -> int:
+        """What the plan's replicas on a site can share out beyond what each needs at least."""
+        known = self._shared_bytes.get(site)
+        if known is None:
+            layout, needs = self._layout, self._look.problem.needs
+            blocks = [layout.blocks[number] for number in layout.on(site)]
+            least = sum(block.bytes_held or needs[block.need].bytes_min for block in blocks)
+            known = self._look.problem.sites[site].memory_bytes - self._held(site) - least
+            self._shared_bytes[site] = known
+        return known
 
     def _resize(self, block: Block, replica: ReplicaView, hurry: bool) -> int:
         """Shrinks it if that is due; returns what it should grow to, or 0."""

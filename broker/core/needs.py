@@ -40,7 +40,7 @@ class NeedSettings:
     """Work that may wait without asking for more."""
     token_s: float = 0.04
     """Time per token that is assumed where none runs."""
-    kv_factor: float = 1.3
+    kv_factor: float = 1.1
     """KV room over what running requests hold."""
     kv_keep_s: float = 30.0
     activity_s: float = 20.0
@@ -161,6 +161,8 @@ class ModelNeed:
     """What one more request adds to a decode step."""
     request_s: float = 0.0
     """Work of a mean request."""
+    life_s: float = 2.0
+    """How long a request runs, about."""
     last_seen_s: float = -math.inf
     """When it last had any demand."""
     rps: float = 0.0
@@ -328,6 +330,7 @@ class Needs:
         need.token_s = token_s
         need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
         life_s = min(max(2.0, need.output_tokens * s.token_s), 90.0)
+        need.life_s = life_s
         fade = math.exp(-gone_s / life_s)
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
         tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
@@ -340,7 +343,7 @@ class Needs:
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
-        need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, need, tracker))
+        need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
         need.share_min = min(1.0, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000))
         if model.oldest_wait_s > 0.25 * model.record.sla.ttft_p95_ms / 1000:
             tracker.waited_s = now_s
@@ -375,15 +378,19 @@ class Needs:
                 return
         need.share_min = 1.0
 
-    def _kv_tokens(self, model: ModelView, need: ModelNeed, tracker: _Tracker) -> float:
-        """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run when tokens
-        take as long as is assumed."""
+    def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
+        """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's
+        law when requests go on coming as they did."""
         s = self.settings
         expected = need.input_tokens + (tracker.expected / tracker.requests if tracker.requests else need.output_tokens)
         block = model.record.block_size
         held = sum((replica.kv_pages - replica.kv_pages_free) * block for replica in model.replicas)
-        soon = need.rps * need.output_tokens * s.token_s
-        return max(held * s.kv_factor, max((model.running + model.waiting) * s.kv_factor, soon) * expected)
+        soon = 0.0
+        if need.token_s > 0:
+            batch = need.running / max(1, len(model.replicas))
+            tpot_s = (costs.step_const_s + need.token_s * batch) / max(need.share, 0.2)
+            soon = tracker.decode / need.token_s * min(tpot_s, model.record.sla.tpot_ms / 1000)
+        return max(held * s.kv_factor, max(model.running + model.waiting, soon) * s.kv_factor * expected)
 
 
 def standing(model: ModelView, costs: StepCosts) -> float:

@@ -13,6 +13,10 @@ from broker.core.layout import Block, Layout, Need
 from broker.core.look import Look
 from subjects.ids import ModelHash, ReplicaId
 
+LIFE_S_MAX = 10.0
+"""Models whose requests run for longer get no spares: a rush would weigh on the neighbours long after it."""
+SHARE_MIN_MAX = 0.5
+"""Nor do devices of models that need more than half of their time."""
 SPARE_SHARE = 0.45
 """Share of a device that a spare has in a rush: a neighbour works there too."""
 
@@ -52,7 +56,7 @@ class SpareChooser:
         order = []
         for index, seen in enumerate(self._look.needs):
             need = problem.needs[index]
-            if need.gpus > 1 or not need.replicas_min or not need.co_locates or not seen.level:
+            if need.gpus > 1 or not need.replicas_min or not need.co_locates or seen.life_s > LIFE_S_MAX:
                 continue
             lacking = level * seen.level - seen.burst_share * self._layout.capacity(index)
             if lacking > 0:
@@ -90,7 +94,7 @@ class SpareChooser:
         if self._free[site] < need.bytes_min or place.kind not in need.rates:
             return False
         others = [problem.needs[layout.blocks[number].need] for number in layout.on(site)]
-        return all(other.co_locates and other.tenant == need.tenant for other in others)
+        return all(other.co_locates and other.tenant == need.tenant and other.share_min <= SHARE_MIN_MAX for other in others)
 
     def _use(self, site: int, need: Need, taken: set[int]) -> None:
         self._free[site] -= need.bytes_min
