@@ -6,6 +6,7 @@ of the same decision may have taken the room. Why an action was dropped is kept 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -26,6 +27,9 @@ from subjects.messages import Mode, ModelRecord, ReplicaState
 ADVICE_AGAIN_S = 60.0
 """The same advice is published again after this long."""
 ADVICES_MAX = 1024
+
+RESIZE_AGAIN_S = 60.0
+"""How long a replica that refused to change its KV is left alone."""
 
 
 class Actions:
@@ -48,6 +52,8 @@ class Actions:
         self._digests = digests
         self._entries: dict[tuple[int, str], int] = {}
         self._advised: dict[tuple[str, ...], float] = {}
+        self._refused_s: dict[ReplicaId, float] = {}
+        """Replicas that would not change their KV, and when: some engines never can."""
         self.dropped: tuple[tuple[Action, str], ...] = ()
         """What was not carried out of the last decision, and why."""
 
@@ -305,6 +311,8 @@ class Actions:
             return f"kv_bytes {action.kv_bytes}: must be positive"
         if action.kv_bytes == replica.report.kv_bytes:
             return f"{replica.replica} has that KV budget"
+        if now_s - self._refused_s.get(action.replica, -math.inf) < RESIZE_AGAIN_S:
+            return f"{replica.replica} refused to change its KV a moment ago"
         budget_bytes = with_kv(record, action.kv_bytes).budget_bytes
         growth_bytes = budget_bytes - replica.report.budget_bytes
         for key in replica.devices:
@@ -319,6 +327,11 @@ class Actions:
         reason = f"KV {bytes_text(action.kv_bytes)}: {action.reason}"
         self._note(now_s, transaction, "change", "resize", record.name, reason, where, replica.replica)
         return ""
+
+    def resize_refused(self, now_s: float, replica: ReplicaId) -> None:
+        """Its engine did not change its KV: it is not asked again for a while."""
+        self._refused_s = {known: at_s for known, at_s in self._refused_s.items() if known in self._pool.replicas}
+        self._refused_s[replica] = now_s
 
     def _set_concurrency(self, now_s: float, action: SetReplicaConcurrency) -> str:
         replica = self._pool.replicas.get(action.replica)

@@ -96,6 +96,8 @@ class Outcomes:
         record = transaction.record
         if transaction.change is not None:
             outcome = f"failed: {transaction.failure}" if transaction.stage is Stage.ABORTED else "done"
+            if transaction.stage is Stage.ABORTED and transaction.change.kv_bytes is not None:
+                self._actions.resize_refused(now_s, transaction.change.replica)
             took_s = transaction.took_s or now_s - transaction.begun_s
             self._actions.ended(transaction, "change", outcome, took_s, replica=transaction.change.replica)
             return

@@ -467,7 +467,7 @@ def test_kv_moves_from_one_resident_to_the_other() -> None:
 def test_a_change_that_its_engine_refuses_changes_nothing() -> None:
     """The agent's reason is in the timeline, and the room is as before."""
     pool = Pool(A)
-    replica = pool.has("a", 0, kv_bytes=A.kv_bytes)
+    replica, other = pool.has("a", 0, kv_bytes=A.kv_bytes), pool.has("a", 1, kv_bytes=A.kv_bytes)
     pool.tell()
     (resize,) = pool.decide(ResizeReplicaKv(replica, 2 * A.kv_bytes, "because"))
     pool.tick(0.2)
@@ -476,12 +476,15 @@ def test_a_change_that_its_engine_refuses_changes_nothing() -> None:
     pool.tick(0.2)
     assert pool.view.devices[(W, GPUS[0])].free_planned_bytes == 3 * GIB
     assert pool.digest.timeline[-1].outcome == "failed: resize-kv is not offered by this engine"
+    # It is not asked again at every look.
+    assert pool.decide(ResizeReplicaKv(replica, 2 * A.kv_bytes, "because")) == []
+    assert [why for _, why in pool.core.actions.dropped] == [f"{replica} refused to change its KV a moment ago"]
     # One that never gets its room is given up.
-    pool.decide(ResizeReplicaKv(replica, 2 * A.kv_bytes, "because"))
-    pool.gone(replica)
+    pool.decide(ResizeReplicaKv(other, 2 * A.kv_bytes, "because"))
+    pool.gone(other)
     pool.tell()
     assert not pool.core.transactions.running
-    assert f"failed: {replica} is gone" in [entry.outcome for entry in pool.digest.timeline]
+    assert f"failed: {other} is gone" in [entry.outcome for entry in pool.digest.timeline]
 
 
 def test_a_load_that_is_not_wanted_any_more_is_taken_back() -> None:
