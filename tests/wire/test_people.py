@@ -72,6 +72,9 @@ async def test_a_drained_worker_empties_and_stays_empty(nats_server: NatsServer,
         await rig.control("pin", {"model": "a"})
         rig.waiting = {"a": 1}
         await until(lambda: rig.agent.ready == ["a"], "a is loaded")
+        async with asyncio.timeout(20):  # The scheduler hears of it a moment later.
+            while not await rig.control("get", {"what": "replicas"}):
+                await asyncio.sleep(0.02)
         worker = base_name(rig.agent.worker)
         told = await rig.control("drain", {"worker": rig.agent.worker, "bound_s": 7})
         assert told == {"worker": worker, "replicas": 1, "running": 0, "changed": True}
