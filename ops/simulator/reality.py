@@ -1,13 +1,17 @@
 """The simulator against reality: one load of two models on real vLLM engines, and simulated with a measured profile.
 
-A pool of its own serves SmolLM2-135M and a random model of 38 million parameters on this machine's CPU, as one device
-whose engines take turns (ops/decisions/0008), with one thread each, so that gateway, bus and client have another core.
-First each is measured alone and both together (``reality_profile``); then requests of known sizes come at times drawn
-from the seed, each to the real pool and into the simulator's world, and the quantiles that clients saw are compared.
+A pool of its own serves SmolLM2-135M and a random model of 38 million parameters on this machine's CPU, one core per
+engine. First each is measured alone and both together (``reality_profile``); then requests of known sizes come at times
+drawn from the seed, each to the real pool and into the simulator's world, and the quantiles that clients saw are
+compared.
 
-What the simulator is told beside the profile: slots and prompt tokens per step, what is left of the device's time while both
-work (measured), and a constant per request for all that is not the engine's. ``python -m ops.simulator.reality --minutes 1``
-is a quick look; figures worth keeping need a machine that does nothing else.
+What the simulator is told beside the profile: slots and prompt tokens per step, how much both get done side by side
+(measured: they share memory, caches, and the cores with gateway, bus and client), and a constant per request for all
+that is not the engine's. Taking turns (ops/decisions/0008) is off as is usual on CPUs: the simulator's turns are fluid,
+which suits steps of 10 ms and not those of a second that a CPU makes.
+
+``python -m ops.simulator.reality --minutes 1`` is a quick look; figures worth keeping need a machine that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -39,12 +43,12 @@ SLOTS = 8
 STEP_TOKENS = 512
 """Prompt tokens that a step prefills at most."""
 TPOT_S = 0.4
-"""Promised time per token: an engine that only decodes lets the other go first while its steps come twice as often."""
+"""Promised time per token."""
 KV_BYTES = 400 * 1024 * 1024
 CONTEXT_TOKENS = 2048
 INPUT_TOKENS = (16, 512)
 OUTPUT_TOKENS = (8, 32)
-UTILISATION = 0.3
+UTILISATION = 0.4
 """Of each engine when nothing runs beside it and nothing is batched."""
 BURST = 2.0
 """Each model comes at this times its rate in one third of the time, the two in different thirds."""
@@ -147,7 +151,7 @@ def simulated_workload(profiles: dict[str, Profile], sharing: float, seconds: fl
         models=models,
         windows=(Window(0.0, 0.0, seconds),),
         trace=lambda seed, window: drawn_load(models, seed, window.end_s),
-        pool=PoolSpec(devices=1, shared_efficiency=sharing),
+        pool=PoolSpec(devices=1, shared_efficiency=sharing, takes_turns=False),
         static_replicas={model.name: 1 for model in models},
     )
 
@@ -298,7 +302,7 @@ class _pool:
         options = PoolOptions(
             state_dir=self._directory / "state",
             devices=(f"cpu:{-(-need // (1 << 20))}MiB",),
-            worker_flags=("--step-turns", "--threads", "1"),
+            worker_flags=("--threads", "1"),
             environment={"VLLM_CPU_ATTN_SPLIT_KV": "0"},
         )
         self._stack = AsyncExitStack()
