@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SCALES: dict[str, dict[str, float]] = {
-    "five-lines": {"m-small": 0.074, "m-mid": 0.0349, "mm-image": 1.12, "deepseek-r1": 0.0945, "m-large": 0.0188},
+    "five-lines": {"m-small": 0.106, "m-mid": 0.0328, "mm-image": 1.28, "deepseek-r1": 0.0961, "m-large": 0.0301},
     "busy-few": {"m-small": 0.135, "m-mid": 0.0923, "deepseek-r1": 0.807, "m-large": 0.239},
 }
 """By workload and ServeGen model: times the source's rates."""
