@@ -70,7 +70,7 @@ class Comparison:
 
     @property
     def off(self) -> float:
-        """How far the simulator is from reality, relative."""
+        """How far the simulator is from reality, relative; -1 where reality failed."""
         return self.simulated_s / self.real_s - 1 if self.real_s else 0.0
 
 
@@ -95,7 +95,7 @@ async def compare(
             trace = workload.trace(seed, workload.windows[0])
             say(f"{len(trace)} requests in {minutes:g} minutes on the real engines")
             with _load() as load:
-                real = await _run_real(served, trace)
+                real = await _run_real(served, trace, say)
             used, stolen = load()
     simulated = simulate(workload, trace, seed, profiles)
     rows = comparisons(workload, trace, real, simulated)
@@ -106,17 +106,22 @@ async def compare(
         "seed": seed,
         "minutes": minutes,
         "requests": len(trace),
+        "failed": int(np.isinf(real.ttft_s).sum()),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_used_before": busy,
         "cpu_used": used,
         "cpu_stolen": stolen,
         "shared_efficiency": round(sharing, 4),
         "profiles": {name: msgspec.to_builtins(profile) for name, profile in profiles.items()},
-        **{row.name: {"real_s": round(row.real_s, 4), "simulated_s": round(row.simulated_s, 4)} for row in rows},
+        **{row.name: {"real_s": _rounded(row.real_s), "simulated_s": _rounded(row.simulated_s)} for row in rows},
         "worst_off": round(max(abs(row.off) for row in rows), 4),
         "goal": GOAL,
         "ok": all(abs(row.off) <= GOAL for row in rows),
     }
+
+
+def _rounded(seconds: float) -> float | None:
+    return round(seconds, 4) if np.isfinite(seconds) else None
 
 
 # ----------------------------------------------------------------------------------------------------------- simulated
@@ -189,7 +194,7 @@ def drawn_load(models: Sequence[SimModel], seed: int, seconds: float) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What clients saw, by request."""
+    """What clients saw, by request; infinite for one that failed."""
 
     ttft_s: np.ndarray[Any, np.dtype[np.float64]]
     completion_s: np.ndarray[Any, np.dtype[np.float64]]
@@ -232,7 +237,7 @@ def comparisons(workload: Workload, trace: Trace, real: Times, simulated: Times)
 # ---------------------------------------------------------------------------------------------------------------- real
 
 
-async def _run_real(served: Sequence[Served], trace: Trace) -> Times:
+async def _run_real(served: Sequence[Served], trace: Trace, say: Callable[[str], None]) -> Times:
     """Sends every request at its time, whatever became of those before it."""
     loop = asyncio.get_running_loop()
     await asyncio.sleep(SETTLE_S)
@@ -244,21 +249,25 @@ async def _run_real(served: Sequence[Served], trace: Trace) -> Times:
     ]
     begun_s = loop.time() + 0.5
 
-    async def one(index: int) -> Timed:
+    async def one(index: int) -> Timed | None:
         at_s = begun_s + float(trace.arrival_s[index])
         await asyncio.sleep(max(0.0, at_s - loop.time()))
         to = served[int(trace.model[index])]
-        answer = await ask(to.host, to.port, to.model, bodies[index])
+        try:
+            answer = await ask(to.host, to.port, to.model, bodies[index])
+        except CarpoolError as error:
+            say(str(error))
+            return None
         # Late by the client's own doing is late all the same.
         return dataclasses.replace(answer, sent_s=at_s)
 
     answers = await asyncio.gather(*(one(index) for index in range(len(trace))))
     for index, answer in enumerate(answers):
-        if answer.output_tokens != int(trace.output_tokens[index]):
+        if answer is not None and answer.output_tokens != int(trace.output_tokens[index]):
             raise CarpoolError(f"{answer.model}: asked for {trace.output_tokens[index]} tokens, got {answer.output_tokens}")
     return Times(
-        ttft_s=np.array([answer.ttft_s for answer in answers]),
-        completion_s=np.array([answer.completion_s for answer in answers]),
+        ttft_s=np.array([answer.ttft_s if answer else np.inf for answer in answers]),
+        completion_s=np.array([answer.completion_s if answer else np.inf for answer in answers]),
     )
 
 

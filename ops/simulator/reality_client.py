@@ -43,7 +43,6 @@ def body(model: str, prompt: list[int] | str, tokens: int) -> bytes:
             "model": model,
             "prompt": prompt,
             "max_tokens": tokens,
-            "min_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,

@@ -27,6 +27,7 @@ DECODE_TOKENS = 24
 PREFILL_INPUTS = (16, 64, 128, 256, 512, 768)
 ROUNDS = 3
 TRIM = 0.1
+TRIES_MAX = 3
 STEP_TOKENS = 1 << 30
 """Of an engine that prefills a whole prompt in one step."""
 
@@ -143,8 +144,15 @@ class Served:
     prompt: Callable[[int], list[int]]
 
     async def ask(self, input_tokens: int, output_tokens: int) -> Timed:
-        """One request of exactly these sizes."""
-        timed = await ask(self.host, self.port, self.model, body(self.model, self.prompt(input_tokens), output_tokens))
+        """One request of exactly these sizes; tried again where it broke off, since its time would tell nothing."""
+        for attempt in range(TRIES_MAX):
+            try:
+                data = body(self.model, self.prompt(input_tokens), output_tokens)
+                timed = await ask(self.host, self.port, self.model, data)
+                break
+            except CarpoolError:
+                if attempt == TRIES_MAX - 1:
+                    raise
         if (timed.input_tokens, timed.output_tokens) != (input_tokens, output_tokens):
             told = f"{timed.input_tokens} and {timed.output_tokens}"
             raise CarpoolError(f"{self.model}: asked for {input_tokens} and {output_tokens} tokens, served {told}")
