@@ -145,13 +145,15 @@ class Served:
 
     async def ask(self, input_tokens: int, output_tokens: int) -> Timed:
         """One request of exactly these sizes; tried again where it broke off, since its time would tell nothing."""
-        for attempt in range(TRIES_MAX):
+        tries = 0
+        while True:
+            data = body(self.model, self.prompt(input_tokens), output_tokens)
             try:
-                data = body(self.model, self.prompt(input_tokens), output_tokens)
                 timed = await ask(self.host, self.port, self.model, data)
                 break
             except CarpoolError:
-                if attempt == TRIES_MAX - 1:
+                tries += 1
+                if tries == TRIES_MAX:
                     raise
         if (timed.input_tokens, timed.output_tokens) != (input_tokens, output_tokens):
             told = f"{timed.input_tokens} and {timed.output_tokens}"
