@@ -18,7 +18,7 @@ from workers.core.pulling import PullPlanner
 from workers.core.replica import ReplicaCore
 from workers.core.replica_events import AckTicket, ReplicaCommand, ReplicaEvent, SendClaim, TicketPulled
 
-SEEDS_MAX = 12
+SEEDS_MAX = 48
 CALM = Options(
     hosts=2,
     devices_per_host=1,
