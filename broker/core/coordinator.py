@@ -197,7 +197,7 @@ class Coordinator:
             share_min=need.share_min,
             kv_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],
-            replicas_min=max(record.min_replicas, int(alive)),
+            replicas_min=max(record.min_replicas, int(alive), math.ceil(need.seats / record.max_num_seqs)),
             replicas_max=record.max_replicas,
             co_locates=record.allow_co_location,
             load_s=model.load_s,

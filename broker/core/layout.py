@@ -135,6 +135,7 @@ class Layout:
         self._there: dict[tuple[int, tuple[int, ...]], int] = {}
         self._left_bytes: dict[tuple[int, tuple[int, ...]], int] = {}
         self._paid = [False] * len(problem.sites)
+        self._left_crowd = [0.0] * len(problem.sites)
         self._free = [site.memory_bytes for site in problem.sites]
         for block in problem.placed:
             self._there[block.place] = self._there.get(block.place, 0) + 1
@@ -143,6 +144,7 @@ class Layout:
                 for site in block.sites:
                     self._free[site] -= block.bytes_left
                     self._paid[site] = True
+                    self._left_crowd[site] += problem.needs[block.need].activity
         self._have: dict[tuple[int, tuple[int, ...]], int] = {}
         self._on: list[list[int]] = [[] for _ in problem.sites]
         self._of: list[list[int]] = [[] for _ in problem.needs]
@@ -385,10 +387,12 @@ class Layout:
         blocks, needs = self.blocks, self.problem.needs
         models = [changed.need]
         for site in changed.sites:
-            on = self._on[site]
-            crowd = 0.0
-            for number in on:
-                crowd += needs[blocks[number].need].activity
+            crowd = self._left_crowd[site]
+            for number in self._on[site]:
+                block = blocks[number]
+                crowd += needs[block.need].activity
+                if crowd and block.place in self._left_bytes:
+                    crowd -= needs[block.need].activity
             self._crowd[site] = crowd
         for site in changed.sites:
             for number in self._on[site]:

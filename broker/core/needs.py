@@ -152,6 +152,8 @@ class ModelNeed:
     """Of its devices' time, what a replica has on average."""
     share_min: float = 0.0
     kv_tokens: float = 0.0
+    seats: float = 0.0
+    """Requests that should be able to run at once."""
     activity: float = 0.0
     running: float = 0.0
     input_tokens: float = 1024.0
@@ -178,6 +180,7 @@ class ModelNeed:
 
 
 FINISHED_MIN = 20
+SEATS_FACTOR = 1.12
 SHORT_STEPS = 2
 """Steps over which an answer of a few tokens is averaged."""
 SHORT_MEMORY = 5000.0
@@ -199,6 +202,7 @@ class _Tracker:
         "need",
         "requests",
         "row",
+        "seats_most",
         "short_missed",
         "short_predicted",
         "tokens_in",
@@ -216,6 +220,7 @@ class _Tracker:
         self.lengths = Lengths()
         self.decode = 0.0
         self.load_most = Largest(settings.keep_s)
+        self.seats_most = Largest(settings.kv_keep_s)
         self.kv_most = Largest(settings.kv_keep_s)
         self.requests = self.tokens_in = 0.0
         self.finished = self.tokens_out = self.expected = 0.0
@@ -343,8 +348,12 @@ class Needs:
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
+        busy = max(model.running + min(model.waiting, 0.2 * model.running), self._soon(model, costs, need, tracker))
+        need.seats = tracker.seats_most.add(now_s, SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
-        need.share_min = min(1.0, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000))
+        need.share_min = min(
+            SHARES[-1], tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
+        )
         if model.oldest_wait_s > 0.25 * model.record.sla.ttft_p95_ms / 1000:
             tracker.waited_s = now_s
         self._short_answers(now_s, model, costs, tracker, life_s)
@@ -376,7 +385,7 @@ class Needs:
             if short * late(share) <= s.short_missed_max:
                 need.share_min = max(need.share_min, share)
                 return
-        need.share_min = 1.0
+        need.share_min = SHARES[-1]
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's
@@ -385,12 +394,16 @@ class Needs:
         expected = need.input_tokens + (tracker.expected / tracker.requests if tracker.requests else need.output_tokens)
         block = model.record.block_size
         held = sum((replica.kv_pages - replica.kv_pages_free) * block for replica in model.replicas)
-        soon = 0.0
-        if need.token_s > 0:
-            batch = need.running / max(1, len(model.replicas))
-            tpot_s = (costs.step_const_s + need.token_s * batch) / max(need.share, 0.2)
-            soon = tracker.decode / need.token_s * min(tpot_s, model.record.sla.tpot_ms / 1000)
-        return max(held * s.kv_factor, max(model.running + model.waiting, soon) * s.kv_factor * expected)
+        busy = max(model.running + model.waiting, self._soon(model, costs, need, tracker))
+        return max(held, busy * expected) * s.kv_factor
+
+    def _soon(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
+        """How many requests will run at once when they go on coming as they did (Little's law)."""
+        if need.token_s <= 0:
+            return 0.0
+        batch = need.running / max(1, len(model.replicas))
+        tpot_s = (costs.step_const_s + need.token_s * batch) / max(need.share, 0.2)
+        return tracker.decode / need.token_s * min(tpot_s, model.record.sla.tpot_ms / 1000)
 
 
 def standing(model: ModelView, costs: StepCosts) -> float:
