@@ -145,20 +145,20 @@ class Served:
 
     async def ask(self, input_tokens: int, output_tokens: int) -> Timed:
         """One request of exactly these sizes; tried again where it broke off, since its time would tell nothing."""
-        tries = 0
-        while True:
-            data = body(self.model, self.prompt(input_tokens), output_tokens)
-            try:
-                timed = await ask(self.host, self.port, self.model, data)
-                break
-            except CarpoolError:
-                tries += 1
-                if tries == TRIES_MAX:
-                    raise
+        timed = await self._ask(input_tokens, output_tokens, TRIES_MAX)
         if (timed.input_tokens, timed.output_tokens) != (input_tokens, output_tokens):
             told = f"{timed.input_tokens} and {timed.output_tokens}"
             raise CarpoolError(f"{self.model}: asked for {input_tokens} and {output_tokens} tokens, served {told}")
         return timed
+
+    async def _ask(self, input_tokens: int, output_tokens: int, tries: int) -> Timed:
+        data = body(self.model, self.prompt(input_tokens), output_tokens)
+        try:
+            return await ask(self.host, self.port, self.model, data)
+        except CarpoolError:
+            if tries == 1:
+                raise
+        return await self._ask(input_tokens, output_tokens, tries - 1)
 
 
 async def measure_profile(served: Served, say: Callable[[str], None], step_tokens: int, *, rounds: int = ROUNDS) -> Profile:
