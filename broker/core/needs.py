@@ -77,6 +77,8 @@ class Largest:
         return entries[0][1]
 
 
+PATIENCE_S = 10.0
+"""Answers that run so long let half of the time that bursts of prompts would take from them go."""
 QUIET_LOOK_S = 1.0
 """A model without anything to do is looked at this often."""
 SHARE_LEAST = 0.4
@@ -270,9 +272,12 @@ class Needs:
             chunk_s = costs.prefill_token_s * s.chunk_tokens
             batch = need.running / max(1, len(model.replicas))
             need.burst_share = chunk_s / (chunk_s + costs.step_const_s + batch * need.token_s)
-            average = need.mean + need.decode + standing(model, costs)
-            there = spare.get(model.record.model_hash, 0.0)
-            self._base[row] = need.burst_share * max(average, there, SHARE_LEAST)
+            # Prompts go first, but answers cannot wait for ever: the less so the shorter they are.
+            patience = need.life_s / (need.life_s + PATIENCE_S)
+            average = need.burst_share * (need.mean + need.decode + standing(model, costs))
+            average = need.mean + patience * max(0.0, average - need.mean)
+            there = max(spare.get(model.record.model_hash, 0.0), SHARE_LEAST)
+            self._base[row] = max(average, need.burst_share * there)
             self._wait_s[row] = max(0.2, 0.9 * model.record.sla.ttft_p95_ms / 1000 - tracker.lengths.above(0.1))
             need.level = self.headroom.level(row)
         wanted = self.headroom.look(now_s, self._base, self._wait_s).tolist()
@@ -285,7 +290,9 @@ class Needs:
             waiting = model.waiting
             need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
             need.queue = max(0.0, need.waiting_s - s.queue_free_s) / s.drain_s
+            patience = need.life_s / (need.life_s + PATIENCE_S)
             burst = need.prefill / need.burst_share - standing(model, costs)
+            burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
             need.load = max(burst, need.mean + need.decode) + need.queue
             need.load_keep = tracker.load_most.add(now_s, need.load)
             needs.append(need)
