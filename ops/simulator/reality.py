@@ -32,7 +32,7 @@ import numpy as np
 
 from ops.simulator.metrics import quantile
 from ops.simulator.reality_client import Timed, ask, body
-from ops.simulator.reality_profile import ROUNDS, Profile, Served, measure_profile, measure_sharing
+from ops.simulator.reality_profile import ROUNDS, Measurement, Profile, Served, sharing_round, trimmed_median
 from ops.simulator.traces.draws import stream
 from ops.simulator.types import GB, PoolSpec, SimModel, Trace, Window, Workload
 from subjects.errors import CarpoolError
@@ -89,15 +89,20 @@ async def compare(
         say(f"the machine is {busy:.0%} busy with other things; the figures will tell more of them than of the simulator")
     with tempfile.TemporaryDirectory(prefix="carpool-reality-", ignore_cleanup_errors=True) as temporary:
         async with _pool(Path(temporary), say) as served:
-            profiles = {one.model: await measure_profile(one, say, STEP_TOKENS, rounds=rounds) for one in served}
-            sharing = await measure_sharing(served[0], served[1], say, rounds=rounds)
-            workload = simulated_workload(profiles, sharing, minutes * 60.0)
+            measured = _Measured(served, say)
+            before = max(1, -(-rounds // 2))
+            await measured.rounds(before)
+            first = measured.profiles()
+            workload = simulated_workload(first, measured.sharing(), minutes * 60.0)
             trace = workload.trace(seed, workload.windows[0])
             say(f"{len(trace)} requests in {minutes:g} minutes on the real engines")
             with _load() as load:
                 real = await _run_real(served, trace, say)
             used, stolen = load()
-    simulated = simulate(workload, trace, seed, profiles)
+            await measured.rounds(rounds - before)
+            profiles, sharing = measured.profiles(), measured.sharing()
+    # The load is that which was drawn; the profile knows by now how fast the machine was before and after it.
+    simulated = simulate(simulated_workload(profiles, sharing, minutes * 60.0), trace, seed, profiles)
     rows = comparisons(workload, trace, real, simulated)
     for row in rows:
         say(f"{row.name}: real {row.real_s:.3f} s, simulated {row.simulated_s:.3f} s ({row.off:+.1%})")
@@ -112,12 +117,49 @@ async def compare(
         "cpu_used": used,
         "cpu_stolen": stolen,
         "shared_efficiency": round(sharing, 4),
+        "beside_over_alone": {one.model: round(value, 4) for one, value in zip(served, measured.beside(), strict=True)},
+        "step_changed": {
+            name: round(profiles[name].costs.step_const_s / first[name].costs.step_const_s - 1.0, 4)
+            for name in profiles
+            if first[name].costs.step_const_s
+        },
         "profiles": {name: msgspec.to_builtins(profile) for name, profile in profiles.items()},
         **{row.name: {"real_s": _rounded(row.real_s), "simulated_s": _rounded(row.simulated_s)} for row in rows},
         "worst_off": round(max(abs(row.off) for row in rows), 4),
         "goal": GOAL,
         "ok": all(abs(row.off) <= GOAL for row in rows),
     }
+
+
+class _Measured:
+    """Both models' profiles, and how much they get done side by side."""
+
+    def __init__(self, served: Sequence[Served], say: Callable[[str], None]) -> None:
+        self._served = served
+        self._say = say
+        self._measurements = [Measurement(one, STEP_TOKENS) for one in served]
+        self._beside: list[tuple[float, float]] = []
+
+    async def rounds(self, count: int) -> None:
+        """So many more of everything."""
+        for _ in range(count):
+            for one, measurement in zip(self._served, self._measurements, strict=True):
+                self._say(f"measuring {one.model} alone")
+                await measurement.round()
+            self._say("measuring both together")
+            self._beside.append(await sharing_round(self._served[0], self._served[1]))
+
+    def profiles(self) -> dict[str, Profile]:
+        """By model, from all rounds so far."""
+        return {one.model: measured.profile() for one, measured in zip(self._served, self._measurements, strict=True)}
+
+    def beside(self) -> tuple[float, float]:
+        """How fast each is beside the other."""
+        return trimmed_median([pair[0] for pair in self._beside]), trimmed_median([pair[1] for pair in self._beside])
+
+    def sharing(self) -> float:
+        """What both get done together."""
+        return min(2.0, sum(self.beside()))
 
 
 def _rounded(seconds: float) -> float | None:

@@ -25,7 +25,7 @@ BATCHES = (1, 2, 4, 8)
 DECODE_INPUTS = (16, 192, 640)
 DECODE_TOKENS = 24
 PREFILL_INPUTS = (16, 64, 128, 256, 512, 768)
-ROUNDS = 3
+ROUNDS = 4
 TRIM = 0.1
 TRIES_MAX = 3
 STEP_TOKENS = 1 << 30
@@ -161,33 +161,47 @@ class Served:
         return await self._ask(input_tokens, output_tokens, tries - 1)
 
 
-async def measure_profile(served: Served, say: Callable[[str], None], step_tokens: int, *, rounds: int = ROUNDS) -> Profile:
-    """Measures and fits. Nothing else may run on the device meanwhile."""
-    await served.ask(32, 4)
-    first_s: dict[int, list[float]] = {length: [] for length in PREFILL_INPUTS}
-    steps_s: dict[tuple[int, int], list[float]] = {(batch, length): [] for batch in BATCHES for length in DECODE_INPUTS}
-    ends_s: list[float] = []
-    for number in range(rounds):
-        say(f"{served.model}: profile, round {number + 1} of {rounds}")
+class Measurement:
+    """Rounds of measurement of one model, before and after a load, so that a machine that changes its speed shows and is
+    averaged."""
+
+    def __init__(self, served: Served, step_tokens: int) -> None:
+        self._served = served
+        self._step_tokens = step_tokens
+        self._first_s: dict[int, list[float]] = {length: [] for length in PREFILL_INPUTS}
+        self._steps_s: dict[tuple[int, int], list[float]] = {
+            (batch, length): [] for batch in BATCHES for length in DECODE_INPUTS
+        }
+        self._ends_s: list[float] = []
+
+    async def round(self) -> None:
+        """One more round. Nothing else may run on the device meanwhile."""
+        served = self._served
+        await served.ask(32, 4)
         for length in PREFILL_INPUTS:
             for _ in range(2):
-                first_s[length].append((await served.ask(length, 1)).ttft_s)
-        for batch, length in steps_s:
+                self._first_s[length].append((await served.ask(length, 1)).ttft_s)
+        for batch, length in self._steps_s:
             answers = await asyncio.gather(*(served.ask(length, DECODE_TOKENS) for _ in range(batch)))
-            steps_s[batch, length] += together(answers)
-            ends_s += [answer.ended_s - answer.event_s[-1] for answer in answers]
-    decodes = [
-        DecodePoint(batch=batch, context=batch * (length + DECODE_TOKENS / 2), seconds=trimmed_median(steps))
-        for (batch, length), steps in steps_s.items()
-        if steps
-    ]
-    prefills = [PrefillPoint(length, trimmed_median(values)) for length, values in first_s.items()]
-    return fit(prefills, decodes, trimmed_median(ends_s), step_tokens)
+            self._steps_s[batch, length] += together(answers)
+            self._ends_s += [answer.ended_s - answer.event_s[-1] for answer in answers if answer.event_s]
+
+    def profile(self) -> Profile:
+        """The fit to all rounds so far."""
+        decodes = [
+            DecodePoint(batch=batch, context=batch * (length + DECODE_TOKENS / 2), seconds=trimmed_median(steps))
+            for (batch, length), steps in self._steps_s.items()
+            if steps
+        ]
+        prefills = [PrefillPoint(length, trimmed_median(values)) for length, values in self._first_s.items()]
+        return fit(prefills, decodes, trimmed_median(self._ends_s), self._step_tokens)
 
 
 def together(answers: Sequence[Timed]) -> list[float]:
     """By answer the time per token while all of ``answers`` decoded. A mean over the stretch, since a client that gets no
     core for a moment sees several tokens at once."""
+    if not all(answer.event_s for answer in answers):
+        return []
     begin_s = max(answer.event_s[0] for answer in answers)
     end_s = min(answer.event_s[-1] for answer in answers)
     found = []
@@ -198,15 +212,12 @@ def together(answers: Sequence[Timed]) -> list[float]:
     return found
 
 
-async def measure_sharing(one: Served, other: Served, say: Callable[[str], None], *, rounds: int = ROUNDS) -> float:
-    """How much two engines get done side by side, in units of one alone: 1 is time slicing without gain, 2 no contention."""
-    found: list[float] = []
-    for number in range(rounds):
-        say(f"{one.model} beside {other.model}, round {number + 1} of {rounds}")
-        alone = [await _pace(served) for served in (one, other)]
-        both = await asyncio.gather(_pace(one), _pace(other))
-        found.append(sum(a / b for a, b in zip(alone, both, strict=True)))
-    return trimmed_median(found)
+async def sharing_round(one: Served, other: Served) -> tuple[float, float]:
+    """How fast each of two engines is beside the other, as a share of alone: their sum is 1 for time slicing without gain,
+    and 2 for no contention."""
+    alone = [await _pace(served) for served in (one, other)]
+    both = await asyncio.gather(_pace(one), _pace(other))
+    return alone[0] / both[0], alone[1] / both[1]
 
 
 SHARING_S = 5.0
