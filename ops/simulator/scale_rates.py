@@ -34,8 +34,9 @@ GOAL = 0.99
 SINGLE_MARGIN = 0.07
 """Taken off for one replica, less for more (:func:`margin`). Devices differ from their profiles by 5 % (standard deviation),
 and a split is sized before anybody knows how: one replica in twelve is slower than its profile by more than this."""
-SEED = 7_001
-"""Used for nothing else."""
+SEEDS = (7_001, 7_002, 7_003, 7_004)
+"""Used for nothing else. The day is long enough for the first one alone; an hour of windows depends on its bursts, and must
+meet the SLO with each."""
 CHECK_SEEDS = (7_101, 7_102)
 CELL_S = servegen.CELL_S
 CELLS = servegen.DAY_S // CELL_S
@@ -63,7 +64,7 @@ def margin(replicas: int) -> float:
 class Day:
     """One ServeGen model's first day, served by replicas of one of our models."""
 
-    def __init__(self, source: servegen.ServeGenModel, model: SimModel, seed: int = SEED) -> None:
+    def __init__(self, source: servegen.ServeGenModel, model: SimModel, seed: int = SEEDS[0]) -> None:
         self.source = source
         self.model = model
         self.seed = seed
@@ -110,10 +111,11 @@ class Day:
         return met / measured
 
     def meets(self, scale: float, replicas: int, options: RunOptions) -> bool:
-        """Whether so many replicas carry the day and the headline's windows."""
-        return (
-            self.attainment(scale, replicas, options) >= GOAL and self.headline_attainment(scale, replicas, options) >= GOAL
-        )
+        """Whether so many replicas carry the day and, with every seed, the headline's windows."""
+        if self.attainment(scale, replicas, options) < GOAL:
+            return False
+        others = (Day(self.source, self.model, seed) for seed in SEEDS)
+        return all(other.headline_attainment(scale, replicas, options) >= GOAL for other in others)
 
     def whole_attainment(self, scale: float, replicas: int, options: RunOptions | None = None) -> float:
         """The same from the whole day."""

@@ -81,7 +81,7 @@ def test_headline_windows() -> None:
 
 
 def test_static_splits_are_the_planned_ones() -> None:
-    """five-lines is 1+2+2+3+4 = 12 GPUs, busy-few 64, long-tail one each of 64, burst 8 by the minute, 16 by SLO."""
+    """five-lines is 1+2+2+3+4 = 12 GPUs, busy-few 64, long-tail one each of 64, burst 8 by the minute, 15 by SLO."""
     lines = workload("five-lines")
     assert [model.gpus * lines.static_replicas[model.name] for model in lines.models] == [1, 2, 2, 3, 4]
     assert gpus(workload("busy-few"), workload("busy-few").static_replicas) == 64
@@ -92,7 +92,7 @@ def test_static_splits_are_the_planned_ones() -> None:
     burst = workload("burst")
     assert burst.static_slo_replicas is not None
     assert gpus(burst, burst.static_replicas) == 8
-    assert gpus(burst, burst.static_slo_replicas) == 16
+    assert gpus(burst, burst.static_slo_replicas) == 15
 
 
 def test_load_scales_the_rates() -> None:
