@@ -41,6 +41,12 @@ SPLIT_ERROR = 0.01
 """Part of a model's load that may seem to be lacking after so many rounds."""
 USED_DEVICE = 0.15
 """What one more replica on a device in use counts beside a new device: little, but not nothing."""
+SPARSE_SLOWER = 1.5
+"""Times what a request takes alone: a device's residents take turns."""
+LEAVE_S = 0.8
+"""From the end of a residency until its memory is free, with some room for errors."""
+NOTICE_S = 0.45
+"""A load is ordered so long before it must begin: the next look, and the way to the agent."""
 SPARSE_BUSY_MAX = 0.9
 """A model that is at work for a smaller part of the time is sparse."""
 SHARED = 0.97
@@ -56,6 +62,8 @@ class Residency:
     end_s: float
     kv: tuple[tuple[float, int], ...]
     """(from when, KV budget over all its devices), ascending."""
+    anywhere: bool = False
+    """Its devices are only where it fits best: another place will do as well, if there is no room when it must begin."""
 
     def kv_bytes(self, now_s: float) -> int:
         """Its budget at a time; the first one before it begins."""
@@ -92,9 +100,9 @@ class Margins:
     """A device is given up only if it is not needed again for so long."""
     close_s: float = 8.0
     """How long a replica that is not needed any more may finish what it runs; then that moves."""
-    sparse_gap_s: float = 5.0
+    sparse_gap_s: float = 10.0
     """A sparse model stays loaded over a gap of this length."""
-    sparse_late: float = 0.6
+    sparse_late: float = 0.35
     """It is ready when this part of its first request's TTFT target is over."""
 
 
@@ -481,6 +489,8 @@ class _Shelf:
     held: list[tuple[float, float, float, int]] = field(default_factory=list)
     """(begin, end, bytes, model) of those that may still be there."""
     until_s: float = -math.inf
+    loaded_s: float = -math.inf
+    """When its last load is over: those on one device come one after the other."""
 
 
 def plan_sparse(
@@ -497,16 +507,19 @@ def plan_sparse(
     found: list[Residency] = []
     for begin_s, end_s, number, kv_bytes in wanted:
         model = workload.models[number]
-        from_s = begin_s - load_s
+        from_s = begin_s - load_s - NOTICE_S
+        until_s = end_s + LEAVE_S
         each = (model.weights_bytes + kv_bytes) / model.gpus
         options: list[tuple[float, float, int]] = []
         for index, shelf in enumerate(shelves):
             shelf.held = [one for one in shelf.held if one[1] > from_s]
             taken = sum(one[2] for one in shelf.held)
+            if shelf.loaded_s > from_s:
+                continue
             crowded = len(shelf.held) >= pool.models_per_device_max or any(one[3] == number for one in shelf.held)
             if taken + each > pool.device_bytes * 0.998 or crowded:
                 continue
-            longer_s = end_s - max(from_s, shelf.until_s)
+            longer_s = until_s - max(from_s, shelf.until_s)
             options.append((max(0.0, longer_s), taken + each if longer_s > 0 else -(taken + each), index))
             if not shelf.held and shelf.until_s == -math.inf:
                 break  # The others are as empty as this one.
@@ -514,9 +527,10 @@ def plan_sparse(
             continue  # No workload has sparse models over several devices; the pool's rules wake what has no plan.
         _, _, chosen = min(options)
         shelf = shelves[chosen]
-        shelf.held.append((from_s, end_s, each, number))
-        shelf.until_s = max(shelf.until_s, end_s)
-        found.append(Residency(number, (shelf.number,), begin_s, end_s, ((begin_s, kv_bytes),)))
+        shelf.held.append((from_s, until_s, each, number))
+        shelf.until_s = max(shelf.until_s, until_s)
+        shelf.loaded_s = from_s + load_s + NOTICE_S
+        found.append(Residency(number, (shelf.number,), begin_s, end_s, ((begin_s, kv_bytes),), anywhere=True))
     return sorted(found, key=lambda one: (one.begin_s, one.model, one.devices))
 
 
@@ -531,16 +545,17 @@ def _clusters(
     outputs = trace.output_tokens[mine].astype(np.float64)
     alone_s = costs.prefill_token_s * inputs + costs.prefill_token2_s * inputs**2
     alone_s += outputs * (costs.step_const_s + costs.step_request_s + costs.step_context_token_s * (inputs + outputs))
-    end_s = arrival_s + margins.work[number] * alone_s
     found: list[tuple[float, float, int, int]] = []
     tokens: list[tuple[float, float]] = []
     begin_s = last_s = -math.inf
     most = 0.0
-    for at_s, until_s, held in zip(arrival_s.tolist(), end_s.tolist(), (inputs + outputs).tolist(), strict=True):
+    lives_s = (SPARSE_SLOWER * margins.work[number] * alone_s).tolist()
+    for at_s, life_s, held in zip(arrival_s.tolist(), lives_s, (inputs + outputs).tolist(), strict=True):
         if at_s > last_s + max(margins.sparse_gap_s, load_s):
             if last_s > -math.inf:
                 found.append((begin_s, last_s, number, _kv_of(model, most)))
             begin_s, most, tokens = at_s + margins.sparse_late * model.ttft_s, 0.0, []
+        until_s = max(at_s, begin_s) + life_s
         tokens = [(end, count) for end, count in tokens if end > at_s] + [(until_s, held)]
         most = max(most, sum(count for _, count in tokens))
         last_s = max(last_s, until_s)

@@ -15,22 +15,22 @@ from dataclasses import dataclass, replace
 
 from broker.core.catalogue import DeviceKey
 from broker.core.policy import Action, Decision, Policy, PoolView, ReplicaView, ResizeReplicaKv, StartReplica, StopReplica
-from ops.simulator.foresight import Margins, Residency, calm_needed, demand, is_sparse, plan_sparse, plan_steady
+from ops.simulator.foresight import NOTICE_S, Margins, Residency, calm_needed, demand, is_sparse, plan_sparse, plan_steady
 from ops.simulator.types import PolicyContext, PolicyFactory, Result
 from subjects.ids import ModelHash, ReplicaId
 from subjects.messages import ReplicaState
 
 SHARE = 0.99
-NOTICE_S = 0.45
-"""A load is ordered so long before it must begin: the next look, and the way to the agent."""
 TRIALS = (3, 8)
 """Schedules simulated for a window, least and most."""
-TRIAL_REQUESTS = 600_000
-"""Requests simulated in all trials of a window, where that allows more than the least."""
+TRIAL_EFFORT = 600_000
+"""Requests, and seconds times models, simulated in all trials of a window, where that allows more than the least."""
 CALM_STEP = 0.15
 MORE, LESS, LEAST_STEP = 0.07, 0.03, 0.94
 """A model's margin is multiplied by its misses over those allowed to the power of ``MORE`` (or ``LESS``, where it has less),
 and goes down by a step at most."""
+RESCUE_S = 10.0
+RESCUE_KV_TOKENS = 16_384
 START_KV_PART = 0.25
 """A replica is started with this part of its planned KV at least."""
 AGAIN_S = 1.0
@@ -41,8 +41,7 @@ class Oracle:
     """Carries out a plan."""
 
     name = "oracle"
-    wakes_cold_models = True
-    """The scheduler's own rules wake a model that a plan has forgotten; so nothing waits for ever."""
+    wakes_cold_models = False
 
     def __init__(self, hashes: Sequence[ModelHash], plan: Sequence[Residency], load_s: float, close_s: float) -> None:
         self._hashes = list(hashes)
@@ -75,6 +74,8 @@ class Oracle:
         for one in self._active:
             place = tuple(keys[number] for number in one.devices)
             found = there.get((self._hashes[one.model], tuple(sorted(place))))
+            if found is None and one.anywhere:
+                found = next(iter(view.models[self._hashes[one.model]].replicas), None)
             if found is None:
                 missing.append((one, place))
                 continue
@@ -85,8 +86,39 @@ class Oracle:
         actions += self._resize(now_s, view, [change for change in changes if change[0] < 0])
         for one, place in missing:
             actions += self._start(now_s, view, one, place)
+        actions += self._rescue(now_s, view)
         actions += self._resize(now_s, view, [change for change in changes if change[0] > 0])
         return Decision(tuple(actions), weights)
+
+    def _elsewhere(self, view: PoolView, need_bytes: int) -> tuple[DeviceKey, ...]:
+        """The fullest device in use where a replica fits and nothing is being loaded; else an empty one."""
+        crowd = dict.fromkeys(view.devices, 0)
+        for model in view.models.values():
+            for replica in model.replicas:
+                for key in replica.devices:
+                    crowd[key] += 1
+        options = [
+            (self._room[key] == device.memory_bytes, self._room[key], key)
+            for key, device in view.devices.items()
+            if self._room[key] >= need_bytes and crowd[key] < view.models_per_device_max and not device.loads_coming
+        ]
+        return (min(options)[2],) if options else ()
+
+    def _rescue(self, now_s: float, view: PoolView) -> list[Action]:
+        """A model that a plan had no room for is loaded wherever there is some, so that nothing waits for ever."""
+        found: list[Action] = []
+        planned = {self._hashes[one.model] for one in self._active}
+        for model_hash, model in view.models.items():
+            record = model.record
+            if model.oldest_wait_s < RESCUE_S or model.replicas or model_hash in planned or record.gpus > 1:
+                continue
+            kv_bytes = min(record.kv_bytes, RESCUE_KV_TOKENS * record.kv_bytes_per_token)
+            room = [key for key in view.devices if self._room[key] >= record.weights_bytes + kv_bytes]
+            if room:
+                key = min(room, key=lambda key: (self._room[key], key))
+                self._room[key] -= record.weights_bytes + kv_bytes
+                found.append(StartReplica(model_hash, (key,), "not planned and asked for", kv_bytes=kv_bytes))
+        return found
 
     def _resize(self, now_s: float, view: PoolView, changes: Sequence[tuple[int, ReplicaView]]) -> list[Action]:
         """Gives replicas the KV of the plan, as far as there is room now."""
@@ -113,8 +145,13 @@ class Oracle:
         wanted = one.kv_bytes(now_s)
         room = min(self._room[key] for key in place) * record.gpus - record.weights_bytes - record.gpus
         kv_bytes = min(wanted, room)
-        if kv_bytes < START_KV_PART * wanted:
-            return []
+        if kv_bytes < START_KV_PART * wanted or (one.anywhere and view.devices[place[0]].loads_coming):
+            if not one.anywhere:
+                return []
+            kv_bytes = wanted
+            place = self._elsewhere(view, record.weights_bytes + kv_bytes)
+            if not place:
+                return []
         self._tried_s[name] = now_s
         for key in place:
             self._room[key] -= -(-(record.weights_bytes + kv_bytes) // record.gpus)
@@ -141,7 +178,7 @@ class Oracle:
                 if others and since_s == now_s:
                     weights[replica.replica] = 0.0
                 if not replica.running or (others and now_s - since_s >= self._close_s):
-                    stops.append(StopReplica(replica.replica, "no longer planned", interrupt=True))
+                    stops.append(StopReplica(replica.replica, "no longer planned", interrupt=others))
         self._closing_s = {replica: since for replica, since in self._closing_s.items() if replica in seen}
         return stops, weights
 
@@ -218,7 +255,9 @@ def oracle(context: PolicyContext) -> Policy:
     def simulate(factory: PolicyFactory) -> Result:
         return run(workload, factory, context.seed, context.window).result
 
-    trials = min(max(TRIAL_REQUESTS // max(1, len(context.trace)), TRIALS[0]), TRIALS[1])
+    seconds = context.window.end_s - context.window.warmup_s
+    effort = len(context.trace) + round(seconds * len(workload.models))
+    trials = min(max(TRIAL_EFFORT // max(1, effort), TRIALS[0]), TRIALS[1])
     ours = simulate(carpool)
     # Where ours serves a window worse than the goal, so may the oracle: the goal is for all windows together.
     goals = {name: min(SHARE, row.within_slo / row.requests if row.requests else 1.0) for name, row in ours.models.items()}
