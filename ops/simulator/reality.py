@@ -5,10 +5,11 @@ engine. First each is measured alone and both together (``reality_profile``); th
 drawn from the seed, each to the real pool and into the simulator's world, and the quantiles that clients saw are
 compared.
 
-What the simulator is told beside the profile: slots and prompt tokens per step, how much both get done side by side
-(measured: they share memory, caches, and the cores with gateway, bus and client), and a constant per request for all
-that is not the engine's. Taking turns (ops/decisions/0008) is off as is usual on CPUs: the simulator's turns are fluid,
-which suits steps of 10 ms and not those of a second that a CPU makes.
+What the simulator is told beside the profile: slots and prompt tokens per step, how fast each engine is while the other
+works (they share memory, caches, and the cores with gateway, bus and client), and a constant per request for all that
+is not the engine's, by which engines are at work when it comes; all measured. Taking turns (ops/decisions/0008) is off
+as is usual on CPUs: the simulator's turns are fluid, which suits steps of 10 ms and not those of a second that a CPU
+makes.
 
 ``python -m ops.simulator.reality --minutes 1`` is a quick look; figures worth keeping need a machine that does nothing
 else.
@@ -29,12 +30,25 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ops.simulator.metrics import quantile
+from ops.simulator.options import RunOptions
 from ops.simulator.reality_client import Timed, ask, body
-from ops.simulator.reality_profile import ROUNDS, Measurement, Profile, Served, sharing_round, trimmed_median
+from ops.simulator.reality_profile import (
+    ROUNDS,
+    Measurement,
+    Profile,
+    Served,
+    probe_s,
+    probes,
+    sharing_round,
+    trimmed_median,
+)
+from ops.simulator.replicas import SimReplica
 from ops.simulator.traces.draws import stream
 from ops.simulator.types import GB, PoolSpec, SimModel, Trace, Window, Workload
+from ops.simulator.world import World
 from subjects.errors import CarpoolError
 from subjects.ids import ReplicaId
 
@@ -93,16 +107,16 @@ async def compare(
             before = max(1, -(-rounds // 2))
             await measured.rounds(before)
             first = measured.profiles()
-            workload = simulated_workload(first, measured.sharing(), minutes * 60.0)
+            workload = simulated_workload(first, minutes * 60.0)
             trace = workload.trace(seed, workload.windows[0])
             say(f"{len(trace)} requests in {minutes:g} minutes on the real engines")
             with _load() as load:
                 real = await _run_real(served, trace, say)
             used, stolen = load()
             await measured.rounds(rounds - before)
-            profiles, sharing = measured.profiles(), measured.sharing()
+            profiles = measured.profiles()
     # The load is that which was drawn; the profile knows by now how fast the machine was before and after it.
-    simulated = simulate(simulated_workload(profiles, sharing, minutes * 60.0), trace, seed, profiles)
+    simulated = simulate(simulated_workload(profiles, minutes * 60.0), trace, seed, profiles)
     rows = comparisons(workload, trace, real, simulated)
     for row in rows:
         say(f"{row.name}: real {row.real_s:.3f} s, simulated {row.simulated_s:.3f} s ({row.off:+.1%})")
@@ -116,8 +130,6 @@ async def compare(
         "cpu_used_before": busy,
         "cpu_used": used,
         "cpu_stolen": stolen,
-        "shared_efficiency": round(sharing, 4),
-        "beside_over_alone": {one.model: round(value, 4) for one, value in zip(served, measured.beside(), strict=True)},
         "step_changed": {
             name: round(profiles[name].costs.step_const_s / first[name].costs.step_const_s - 1.0, 4)
             for name in profiles
@@ -132,13 +144,14 @@ async def compare(
 
 
 class _Measured:
-    """Both models' profiles, and how much they get done side by side."""
+    """Both models' profiles, alone and beside each other."""
 
     def __init__(self, served: Sequence[Served], say: Callable[[str], None]) -> None:
         self._served = served
         self._say = say
         self._measurements = [Measurement(one, STEP_TOKENS) for one in served]
         self._beside: list[tuple[float, float]] = []
+        self._probes: list[dict[str, list[float]]] = [{"own": [], "other": [], "both": []} for _ in served]
 
     async def rounds(self, count: int) -> None:
         """So many more of everything."""
@@ -148,18 +161,33 @@ class _Measured:
                 await measurement.round()
             self._say("measuring both together")
             self._beside.append(await sharing_round(self._served[0], self._served[1]))
+            for one, other, found in zip(self._served, reversed(self._served), self._probes, strict=True):
+                found["own"] += await probes(one, [one])
+                found["other"] += await probes(one, [other])
+                found["both"] += await probes(one, [one, other])
 
     def profiles(self) -> dict[str, Profile]:
         """By model, from all rounds so far."""
-        return {one.model: measured.profile() for one, measured in zip(self._served, self._measurements, strict=True)}
+        return {one.model: self._profile(number) for number, one in enumerate(self._served)}
 
-    def beside(self) -> tuple[float, float]:
-        """How fast each is beside the other."""
-        return trimmed_median([pair[0] for pair in self._beside]), trimmed_median([pair[1] for pair in self._beside])
-
-    def sharing(self) -> float:
-        """What both get done together."""
-        return min(2.0, sum(self.beside()))
+    def _profile(self, number: int) -> Profile:
+        profile = self._measurements[number].profile()
+        rate = min(1.0, trimmed_median([pair[number] for pair in self._beside]))
+        constant = {
+            name: max(
+                0.0,
+                trimmed_median(self._probes[number][name])
+                - probe_s(profile.costs, busy=name != "other", rate=1.0 if name == "own" else rate),
+            )
+            for name in ("own", "other", "both")
+        }
+        return msgspec.structs.replace(
+            profile,
+            own_busy_s=constant["own"],
+            other_busy_s=constant["other"],
+            both_busy_s=constant["both"],
+            beside_rate=rate,
+        )
 
 
 def _rounded(seconds: float) -> float | None:
@@ -179,7 +207,7 @@ class ServedModel(SimModel):
         return STEP_TOKENS
 
 
-def simulated_workload(profiles: dict[str, Profile], sharing: float, seconds: float) -> Workload:
+def simulated_workload(profiles: dict[str, Profile], seconds: float) -> Workload:
     """The two served models as the simulator's, both on one device, and their load."""
     models = tuple(
         ServedModel(
@@ -198,7 +226,7 @@ def simulated_workload(profiles: dict[str, Profile], sharing: float, seconds: fl
         models=models,
         windows=(Window(0.0, 0.0, seconds),),
         trace=lambda seed, window: drawn_load(models, seed, window.end_s),
-        pool=PoolSpec(devices=1, shared_efficiency=sharing, takes_turns=False),
+        pool=PoolSpec(devices=1, takes_turns=False),
         static_replicas={model.name: 1 for model in models},
     )
 
@@ -242,14 +270,33 @@ class Times:
     completion_s: np.ndarray[Any, np.dtype[np.float64]]
 
 
-def simulate(workload: Workload, trace: Trace, seed: int, profiles: dict[str, Profile]) -> Times:
-    """The load in the simulator's world, one ready replica per model on the device."""
-    from ops.simulator.options import RunOptions
-    from ops.simulator.world import World
+class _Served(World):
+    """Each engine has a core for itself, and is slowed by the other's work as was measured."""
 
+    beside: tuple[float, ...] = ()
+
+    def _began(self, replica: SimReplica) -> None:
+        super()._began(replica)
+        self._set_rates()
+
+    def _ended(self, replica: SimReplica) -> None:
+        super()._ended(replica)
+        self._set_rates()
+
+    def _set_rates(self) -> None:
+        working = [replica for replica in self.replicas.values() if replica.working]
+        for replica in working:
+            replica.engine.set_rate(self.now_s, self.beside[replica.model] if len(working) > 1 else 1.0)
+            self._push(replica)
+
+
+def simulate(workload: Workload, trace: Trace, seed: int, profiles: dict[str, Profile]) -> Times:
+    """The load in the simulator's world, one ready replica per model."""
     window = workload.windows[0]
     # The profile was measured on these very engines, so that no error is drawn.
-    world = World(workload, trace, seed, window.warmup_s, RunOptions(error_sigma=0.0))
+    world = _Served(workload, trace, seed, window.warmup_s, RunOptions(error_sigma=0.0))
+    by_model = [profiles[model.name] for model in workload.models]
+    world.beside = tuple(profile.beside_rate for profile in by_model)
     for number, model in enumerate(workload.models):
         kv_bytes = CONTEXT_TOKENS * SLOTS * model.kv_bytes_per_token
         world.make_ready(world.spawn(ReplicaId(f"r{number}"), number, [0], kv_bytes))
@@ -257,11 +304,32 @@ def simulate(workload: Workload, trace: Trace, seed: int, profiles: dict[str, Pr
     while world.ended < len(trace) and until_s < window.end_s + 3600:
         until_s += 10.0
         world.run(until_s)
-    request_s = np.array([profiles[workload.models[number].name].request_s for number in trace.model.tolist()])
-    end_s = np.array([profiles[workload.models[number].name].end_s for number in trace.model.tolist()])
-    first_s = np.frombuffer(world.first_s, np.float64)
-    last_s = np.frombuffer(world.end_s, np.float64)
-    return Times(ttft_s=first_s - trace.arrival_s + request_s, completion_s=last_s - trace.arrival_s + request_s + end_s)
+    first_s, last_s = np.frombuffer(world.first_s, np.float64), np.frombuffer(world.end_s, np.float64)
+    constant_s = np.array(
+        [
+            request_constant_s(by_model[model], own, other)
+            for model, (own, other) in zip(trace.model.tolist(), found_at_work(trace, last_s), strict=True)
+        ]
+    )
+    end_s = np.array([by_model[model].end_s for model in trace.model.tolist()])
+    return Times(ttft_s=first_s - trace.arrival_s + constant_s, completion_s=last_s - trace.arrival_s + constant_s + end_s)
+
+
+def found_at_work(trace: Trace, end_s: npt.NDArray[np.float64]) -> list[tuple[bool, bool]]:
+    """By request: whether its own engine had another request when it came, and whether the other engine had any."""
+    found = []
+    for index, (arrival_s, model) in enumerate(zip(trace.arrival_s.tolist(), trace.model.tolist(), strict=True)):
+        there = (trace.arrival_s[:index] <= arrival_s) & (end_s[:index] > arrival_s)
+        own = trace.model[:index] == model
+        found.append((bool((there & own).any()), bool((there & ~own).any())))
+    return found
+
+
+def request_constant_s(profile: Profile, own_busy: bool, other_busy: bool) -> float:
+    """What a request costs beside its engine's work."""
+    if own_busy:
+        return profile.both_busy_s if other_busy else profile.own_busy_s
+    return profile.other_busy_s if other_busy else profile.request_s
 
 
 def comparisons(workload: Workload, trace: Trace, real: Times, simulated: Times) -> list[Comparison]:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.simulator.reality_client import Timed, ask, body
+from profiles.costs import prefill_s
 from subjects.errors import CarpoolError
 from subjects.messages import StepCosts
 
@@ -28,6 +29,12 @@ PREFILL_INPUTS = (16, 64, 128, 256, 512, 768)
 ROUNDS = 4
 TRIM = 0.1
 TRIES_MAX = 3
+REWEIGHTS = 30
+EXACT = 1e-4
+"""Relative errors below this count as none."""
+PROBE_TOKENS = 64
+PROBES = 6
+BACKGROUND_TOKENS = 600
 STEP_TOKENS = 1 << 30
 """Of an engine that prefills a whole prompt in one step."""
 
@@ -42,6 +49,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """From the last token to the end of the stream."""
     prefill_error: float
     decode_error: float
+    own_busy_s: float = 0.0
+    """The constant of a request that finds its engine at work: its ticket, claim and prompt are handled beside a step."""
+    other_busy_s: float = 0.0
+    """Where the other engine is at work."""
+    both_busy_s: float = 0.0
+    """Where both are."""
+    beside_rate: float = 1.0
+    """How fast the engine is while the other works too, as a share of alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,7 @@ def trimmed_median(values: Sequence[float], trim: float = TRIM) -> float:
 def fit(
     prefills: Sequence[PrefillPoint], decodes: Sequence[DecodePoint], end_s: float, step_tokens: int = STEP_TOKENS
 ) -> Profile:
-    """Least squares on relative errors, no coefficient negative.
+    """Least absolute relative errors, no coefficient negative.
 
     A prompt alone takes ``request_s + steps step_const_s + prefill_token_s L + prefill_token2_s L**2``: a step costs its
     constant also while nobody decodes, and prefills ``step_tokens`` at most.
@@ -113,17 +128,23 @@ def _fit(
     seconds: npt.NDArray[np.float64],
     scale_s: npt.NDArray[np.float64] | None = None,
 ) -> tuple[float, float, float]:
-    """Non-negative least squares of three coefficients, errors relative to ``scale_s`` (the times themselves): the best over
-    which of them are zero."""
+    """Three coefficients, none negative, with the least sum of absolute errors relative to ``scale_s`` (the times
+    themselves): a point that something else disturbed pulls no more than any other. The best over which are zero."""
     scale = seconds if scale_s is None else scale_s
     weighted, wanted = rows / scale[:, None], seconds / scale
     best: tuple[float, list[float]] = (float("inf"), [0.0, 0.0, 0.0])
     for kept in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-        solved, *_ = np.linalg.lstsq(weighted[:, kept], wanted, rcond=None)
+        columns = weighted[:, kept]
+        pull = np.ones(len(seconds))
+        solved = np.zeros(len(kept))
+        for _ in range(REWEIGHTS):
+            root = np.sqrt(pull)
+            solved, *_ = np.linalg.lstsq(columns * root[:, None], wanted * root, rcond=None)
+            pull = 1.0 / np.maximum(np.abs(columns @ solved - wanted), EXACT)
         if (solved < 0).any():
             continue
-        error = float(((weighted[:, kept] @ solved - wanted) ** 2).sum())
-        if error < best[0] - 1e-15:
+        error = float(np.abs(columns @ solved - wanted).sum())
+        if error < best[0] - 1e-12:
             values = [0.0, 0.0, 0.0]
             for place, value in zip(kept, solved.tolist(), strict=True):
                 values[place] = value
@@ -221,6 +242,30 @@ async def sharing_round(one: Served, other: Served) -> tuple[float, float]:
 
 
 SHARING_S = 5.0
+
+
+async def probes(served: Served, busy: Sequence[Served], count: int = PROBES) -> list[float]:
+    """Times to the first token of short prompts while the engines of ``busy`` decode one answer each."""
+    backgrounds = [asyncio.create_task(_decode(one)) for one in busy]
+    try:
+        await asyncio.sleep(1.0)
+        return [(await served.ask(PROBE_TOKENS, 1)).ttft_s for _ in range(count)]
+    finally:
+        for background in backgrounds:
+            background.cancel()
+        await asyncio.gather(*backgrounds, return_exceptions=True)
+
+
+async def _decode(served: Served) -> None:
+    while True:
+        await served.ask(PROBE_TOKENS, BACKGROUND_TOKENS)
+
+
+def probe_s(costs: StepCosts, *, busy: bool, rate: float) -> float:
+    """What the engine's own part of a probe takes: what is left of the step that runs, on average half, then its own."""
+    context = PROBE_TOKENS + BACKGROUND_TOKENS / 4
+    step = costs.step_const_s + (costs.step_request_s + costs.step_context_token_s * context if busy else 0.0)
+    return ((0.5 * step if busy else 0.0) + step + prefill_s(costs, PROBE_TOKENS)) / rate
 
 
 async def _pace(served: Served) -> float:
