@@ -7,7 +7,14 @@ A policy whose loads are all cold says so with ``cold_loads = True``.
 
 from __future__ import annotations
 
-from ops.simulator.policies.carpool import carpool, without_coresidence, without_resize
+from ops.simulator.oracle import oracle
+from ops.simulator.policies.carpool import (
+    carpool,
+    without_coresidence,
+    without_forecast,
+    without_grouping,
+    without_resize,
+)
 from ops.simulator.policies.hpa import hpa
 from ops.simulator.policies.on_demand import on_demand
 from ops.simulator.policies.prewarm import prewarm
@@ -27,7 +34,10 @@ POLICIES: dict[str, PolicyFactory] = {
     "prewarm": prewarm,
     "token-swap": token_swap,
     "carpool": carpool,
+    "carpool-no-forecast": without_forecast,
     "carpool-no-coresidence": without_coresidence,
     "carpool-no-resize": without_resize,
+    "carpool-no-grouping": without_grouping,
+    "oracle": oracle,
 }
 """By name, in the order of the reports."""

@@ -1,9 +1,24 @@
-"""Ours (``broker.core.coordinator``), and itself without one mechanism each: which of them wins what."""
+"""Ours (``broker.core.coordinator``), and itself without one mechanism each: which of them wins what.
+
+- ``no-forecast``: capacity follows what arrives now; no headroom for bursts is learned, no spares wait for them.
+- ``no-coresidence``: every replica has its devices for itself.
+- ``no-resize``: a replica keeps the KV budget that it was loaded with.
+- ``no-grouping``: nothing keeps requests of one model together on what is loaded: no minimum residency, no calm between
+  moves, no capacity kept for those that come next.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from broker.core.coordinator import Coordinator, CoordinatorSettings
+from broker.core.headroom import HeadroomSettings
+from broker.core.needs import NeedSettings
 from ops.simulator.types import PolicyContext
+
+NO_HEADROOM = HeadroomSettings(
+    factors=(1.0,), levels=(0.0,), holds_s=(HeadroomSettings().first[3],), first=(HeadroomSettings().first[0], 1.0, 0.0, 8.0)
+)
 
 
 class _Named(Coordinator):
@@ -19,11 +34,25 @@ def carpool(context: PolicyContext) -> Coordinator:
     return Coordinator()
 
 
+def without_forecast(context: PolicyContext) -> Coordinator:
+    """Factory of ``carpool-no-forecast``."""
+    needs = replace(NeedSettings(), headroom=NO_HEADROOM)
+    return _Named("carpool-no-forecast", CoordinatorSettings(needs=needs, spare_level=0.0))
+
+
 def without_coresidence(context: PolicyContext) -> Coordinator:
-    """Every replica has its devices for itself."""
+    """Factory of ``carpool-no-coresidence``."""
     return _Named("carpool-no-coresidence", CoordinatorSettings(shares_devices=False))
 
 
 def without_resize(context: PolicyContext) -> Coordinator:
-    """A replica keeps the KV budget that it was loaded with."""
+    """Factory of ``carpool-no-resize``."""
     return _Named("carpool-no-resize", CoordinatorSettings(resizes_kv=False))
+
+
+def without_grouping(context: PolicyContext) -> Coordinator:
+    """Factory of ``carpool-no-grouping``."""
+    needs = replace(NeedSettings(), keep_s=0.0, keep_lives=0.0)
+    return _Named(
+        "carpool-no-grouping", CoordinatorSettings(needs=needs, stay_s=0.0, calm_s=0.0, close_s=0.0, forget_s=60.0)
+    )
