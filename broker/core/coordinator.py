@@ -193,7 +193,8 @@ class Coordinator:
             rates=dict.fromkeys(record.costs, 1.0),
             gpus=record.gpus,
             standing=standing(model, costs),
-            activity=need.activity,
+            work=need.mean + need.decode,
+            usage=standing(model, costs) * need.activity,
             share_min=need.share_min,
             kv_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],
@@ -248,6 +249,7 @@ class Coordinator:
         }
         candidates = [site for site in search.emptiest() if site not in young]
         emptied = [site for site in candidates if search.layout.used(site) and search.empty(site, moves=False)]
+        search.trim(young)
         if emptied or look.now_s - self._calm_s < self.settings.calm_s:
             return emptied
         tries = min(self.settings.shrink_tries, len(candidates))

@@ -11,12 +11,12 @@ Stops by gap or by nodes, never by time, with one thread and a fixed seed: the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from broker.core.layout import STARVED, Block, Layout, Problem, Score, share_of_time
+from broker.core.layout import Block, Layout, Problem, Score, served_share, share_of_time
 
 PATTERNS_MAX = 400
 """Patterns per device beyond which a pool counts as too big to be solved exactly."""
@@ -46,8 +46,13 @@ class Solution:
         return max(0.0, self.worth - self.bound) / max(1e-9, abs(self.worth))
 
 
-def solve(problem: Problem, *, gap: float = 1e-6, nodes_max: int = 20_000) -> Solution | None:
+def solve(
+    problem: Problem, *, replicas: Sequence[int] = (), gap: float = 1e-6, nodes_max: int = 20_000
+) -> Solution | None:
     """The best layout, or None where the pool is too big for this.
+
+    ``replicas`` says on how many replicas each model's work is, where models have some (1 of each if it is empty): how much
+    they slow their neighbours is then a constant, as it is not in ``Layout``.
 
     Blocks that are there count as kept where the new layout has a replica of that model on the same devices; those that stay
     are kept.
@@ -58,7 +63,7 @@ def solve(problem: Problem, *, gap: float = 1e-6, nodes_max: int = 20_000) -> So
     groups = _groups(problem)
     if groups is None:
         return None
-    model = _Program(problem, patterns, groups)
+    model = _Program(problem, patterns, groups, replicas or (1,) * len(problem.needs))
     return model.solve(gap, nodes_max)
 
 
@@ -116,8 +121,15 @@ def _groups(problem: Problem) -> list[tuple[int, tuple[int, ...]]] | None:
 class _Program:
     """The program in columns and rows, as HiGHS takes it."""
 
-    def __init__(self, problem: Problem, patterns: list[list[Pattern]], groups: list[tuple[int, tuple[int, ...]]]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        patterns: list[list[Pattern]],
+        groups: list[tuple[int, tuple[int, ...]]],
+        replicas: Sequence[int],
+    ) -> None:
         self.problem = problem
+        self.usage = [need.usage + need.work / max(1, count) for need, count in zip(problem.needs, replicas, strict=True)]
         self.patterns = patterns
         self.groups = groups
         self.cost: list[float] = []
@@ -142,7 +154,8 @@ class _Program:
         return len(self.cost) - 1
 
     def _price(self, pattern: Pattern) -> float:
-        return self.problem.prices.device if any(pattern) else 0.0
+        prices = self.problem.prices
+        return prices.device * any(pattern) + prices.block * sum(pattern)
 
     def _devices(self) -> None:
         for columns in self.at:
@@ -151,9 +164,15 @@ class _Program:
     def _share(self, need: int, pattern: Pattern) -> float:
         if not self.problem.shares_time:
             return 1.0
-        crowd = math.fsum(count * self.problem.needs[other].activity for other, count in enumerate(pattern))
-        share = share_of_time(crowd - self.problem.needs[need].activity, self.problem.sharing_keeps)
-        return share if share >= self.problem.needs[need].share_min else share * STARVED
+        others = [usage for other, usage in enumerate(self.usage) for _ in range(pattern[other] - (other == need))]
+        return share_of_time(others, self.problem.sharing_keeps)
+
+    def _carries(self, need: int, site: int, pattern: Pattern) -> float:
+        """What one replica carries on one of its devices."""
+        wanted = self.problem.needs[need]
+        share = self._share(need, pattern)
+        rate = wanted.rates.get(self.problem.sites[site].kind, 0.0)
+        return max(0.0, rate * share - wanted.standing) * served_share(share, wanted.share_min)
 
     def _spans(self) -> None:
         """A replica over several devices is in the pattern of each, and is as fast as the slowest."""
@@ -171,11 +190,10 @@ class _Program:
             best = max(wanted.rates.values())
             self.rows.append((-math.inf, 0.0, {self.carried[index]: 1.0, self.span[index]: -best}))
             for site in group:
-                rate = wanted.rates[self.problem.sites[site].kind]
                 row = {self.carried[index]: 1.0}
                 for q, column in enumerate(self.at[site]):
                     if self.patterns[site][q][need]:
-                        row[column] = -max(0.0, rate * self._share(need, self.patterns[site][q]) - wanted.standing)
+                        row[column] = -self._carries(need, site, self.patterns[site][q])
                 self.rows.append((-math.inf, 0.0, row))
 
     def _loads(self) -> None:
@@ -215,11 +233,10 @@ class _Program:
             return {self.carried[index]: 1.0 for index, (owner, _) in enumerate(self.groups) if owner == need}
         row = {}
         for site, columns in enumerate(self.at):
-            rate = wanted.rates.get(self.problem.sites[site].kind, 0.0)
             for q, column in enumerate(columns):
                 count = self.patterns[site][q][need]
                 if count:
-                    row[column] = count * max(0.0, rate * self._share(need, self.patterns[site][q]) - wanted.standing)
+                    row[column] = count * self._carries(need, site, self.patterns[site][q])
         return row
 
     def _replicas(self, need: int) -> dict[int, float]:

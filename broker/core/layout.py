@@ -7,6 +7,7 @@ alone, times its share of its devices' time, less the standing share that its st
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from subjects.ids import ModelHash, ReplicaId
 
 SHARING_KEEPS = 0.97
 """What is left of a device's speed when several replicas take turns on it."""
-STARVED = 0.05
-"""What counts of a replica that is too slow for its longest prompts."""
+STARVED_POWER = 3
+"""A replica that is too slow for its longest prompts counts by the share of time that it has, of the one it needs, to this
+power: little, but more where less is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,10 @@ class Need:
     gpus: int = 1
     standing: float = 0.0
     """Of each replica, whatever it does."""
-    activity: float = 1.0
-    """How likely one of its replicas has work at a moment: so much it slows its neighbours."""
+    work: float = 0.0
+    """What its load takes on average of all its replicas' devices: less than ``load``, which has room for bursts."""
+    usage: float = 0.0
+    """What each replica takes of its devices' time beside its part of ``work``: so much it slows its neighbours."""
     share_min: float = 0.0
     """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
     kv_bytes: float = 0.0
@@ -91,7 +95,9 @@ class Prices:
 
     device: float = 1.0
     load: float = 0.2
-    """For each second of a load."""
+    """For each second of a load, on each of its devices."""
+    block: float = 0.02
+    """For each replica on each of its devices: what is not needed goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,8 @@ class Layout:
         self._there: dict[tuple[int, tuple[int, ...]], int] = {}
         self._left_bytes: dict[tuple[int, tuple[int, ...]], int] = {}
         self._paid = [False] * len(problem.sites)
-        self._left_crowd = [0.0] * len(problem.sites)
+        self._staying: list[list[int]] = [[] for _ in problem.sites]
+        """Models of those that go on there for a while though no layout has them, by site."""
         self._free = [site.memory_bytes for site in problem.sites]
         for block in problem.placed:
             self._there[block.place] = self._there.get(block.place, 0) + 1
@@ -144,16 +151,18 @@ class Layout:
                 for site in block.sites:
                     self._free[site] -= block.bytes_left
                     self._paid[site] = True
-                    self._left_crowd[site] += problem.needs[block.need].activity
+                    self._staying[site].append(block.need)
         self._have: dict[tuple[int, tuple[int, ...]], int] = {}
         self._on: list[list[int]] = [[] for _ in problem.sites]
         self._of: list[list[int]] = [[] for _ in problem.needs]
-        self._crowd = [0.0] * len(problem.sites)
+        self._usage = [need.usage + need.work for need in problem.needs]
+        """By model: what each of its replicas takes of its devices' time on average."""
         self._carried: dict[int, float] = {}
         self._capacity = [0.0] * len(problem.needs)
         self._lacks: list[float | None] = [None] * len(problem.needs)
         self._used = 0
         self._load_price_s = 0.0
+        self._parts = 0
         self._journal: list[tuple[int, Block, bool]] = []
         for block in blocks:
             self._put(self._number(), block)
@@ -276,7 +285,7 @@ class Layout:
         """The worth of the whole layout."""
         lost = self.lost()
         prices = self.problem.prices
-        total = lost + prices.device * self._used + prices.load * self._load_price_s
+        total = lost + prices.device * self._used + prices.load * self._load_price_s + prices.block * self._parts
         return Score(lost, self._used, self._load_price_s, total)
 
     # ----------------------------------------------------------------------------------------------------------- changing
@@ -348,6 +357,7 @@ class Layout:
         need = block.need
         self._of[need].remove(number)
         left = self._have[block.place] = self._have[block.place] - 1
+        self._parts -= len(block.sites)
         own = 0
         if left >= self._there.get(block.place, 0):
             self._load_price_s -= self.problem.needs[need].load_s * len(block.sites)
@@ -368,6 +378,7 @@ class Layout:
         self.blocks[number] = block
         insort(self._of[need], number)
         have = self._have[block.place] = self._have.get(block.place, 0) + 1
+        self._parts += len(block.sites)
         own = 0
         if have > self._there.get(block.place, 0):
             self._load_price_s += self.problem.needs[need].load_s * len(block.sites)
@@ -382,24 +393,21 @@ class Layout:
         self._settle(block)
 
     def _settle(self, changed: Block) -> None:
-        """What the blocks beside a changed one, and it, carry now."""
+        """What the blocks beside a changed one, and it, carry now: its model's work is on all of its blocks."""
         self.trials += 1
-        blocks, needs = self.blocks, self.problem.needs
-        models = [changed.need]
-        for site in changed.sites:
-            crowd = self._left_crowd[site]
-            for number in self._on[site]:
-                block = blocks[number]
-                crowd += needs[block.need].activity
-                if crowd and block.place in self._left_bytes:
-                    crowd -= needs[block.need].activity
-            self._crowd[site] = crowd
-        for site in changed.sites:
+        blocks, need = self.blocks, changed.need
+        wanted = self.problem.needs[need]
+        sites = dict.fromkeys(changed.sites)
+        if wanted.work:
+            self._usage[need] = wanted.usage + wanted.work / max(1, len(self._of[need]))
+            for number in self._of[need]:
+                sites.update(dict.fromkeys(blocks[number].sites))
+        models = {need: None}
+        for site in sites:
             for number in self._on[site]:
                 block = blocks[number]
                 self._carried[number] = self._carries(block)
-                if block.need not in models:
-                    models.append(block.need)
+                models[block.need] = None
         for model in models:
             capacity = 0.0
             for number in self._of[model]:
@@ -418,23 +426,45 @@ class Layout:
         else:
             share = min(self.share(block.need, site) for site in block.sites)
             slowest = min(wanted.rates[sites[site].kind] * self.share(block.need, site) for site in block.sites)
-        if share < wanted.share_min:
-            slowest *= STARVED
-        return max(0.0, slowest - wanted.standing)
+        return max(0.0, slowest - wanted.standing) * served_share(share, wanted.share_min)
 
     def share(self, need: int, site: int) -> float:
-        """The share of a site's time that a resident of this model gets while it works."""
+        """The share of a site's time that a resident of this model gets while it has more work than it can do."""
         problem = self.problem
-        if not problem.shares_time:
+        on, staying = self._on[site], self._staying[site]
+        if not problem.shares_time or len(on) + len(staying) < 2:
             return 1.0
-        return share_of_time(self._crowd[site] - problem.needs[need].activity, problem.sharing_keeps)
+        blocks, usage = self.blocks, self._usage
+        others = []
+        own = False
+        for number in on:
+            block = blocks[number]
+            if block.need != need or own:
+                others.append(usage[block.need])
+            else:
+                own = True
+        if staying:
+            here = [blocks[number].need for number in on]
+            others.extend(usage[model] for model in staying if model not in here)
+        return share_of_time(others, problem.sharing_keeps)
 
 
-def share_of_time(others: float, keeps: float = SHARING_KEEPS) -> float:
-    """The share that one replica gets beside ``others`` (mean number of other replicas that work at a moment).
+def served_share(share: float, share_min: float) -> float:
+    """What counts of a replica with this share of time whose model needs at least ``share_min``."""
+    return 1.0 if share >= share_min else float((share / share_min) ** STARVED_POWER)
 
-    With ``k`` at work each gets ``keeps / k``; in between it is linear to the first and harmonic after it.
+
+def share_of_time(others: list[float], keeps: float = SHARING_KEEPS) -> float:
+    """The share that one replica gets beside ``others`` that take so much each on average.
+
+    Who wants little gets all of it, who wants more as much as everybody else who does (``workers.turns``, decision 0008);
+    taking turns costs its part of the time only while several work.
     """
-    if others <= 1e-9:
-        return 1.0
-    return 1 - others * (1 - keeps / 2) if others < 1 else keeps / (1 + others)
+    total = math.fsum(others)
+    left = 1.0 - (1.0 - keeps) * min(1.0, 2.0 * total)
+    for number, usage in enumerate(sorted(others)):
+        fair = left / (len(others) + 1 - number)
+        if usage > fair:
+            return fair
+        left -= usage
+    return left

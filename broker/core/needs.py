@@ -43,6 +43,7 @@ class NeedSettings:
     kv_factor: float = 1.1
     """KV room over what running requests hold."""
     kv_keep_s: float = 30.0
+    share_keep_s: float = 60.0
     activity_s: float = 20.0
     """Mean over which a model counts as being at work or not, for its neighbours."""
     long_share: float = 0.006
@@ -205,6 +206,7 @@ class _Tracker:
         "requests",
         "row",
         "seats_most",
+        "share_most",
         "short_missed",
         "short_predicted",
         "tokens_in",
@@ -222,6 +224,7 @@ class _Tracker:
         self.lengths = Lengths()
         self.decode = 0.0
         self.load_most = Largest(settings.keep_s)
+        self.share_most = Largest(settings.share_keep_s)
         self.seats_most = Largest(settings.kv_keep_s)
         self.kv_most = Largest(settings.kv_keep_s)
         self.requests = self.tokens_in = 0.0
@@ -364,6 +367,7 @@ class Needs:
         if model.oldest_wait_s > 0.25 * model.record.sla.ttft_p95_ms / 1000:
             tracker.waited_s = now_s
         self._short_answers(now_s, model, costs, tracker, life_s)
+        need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
 

@@ -7,7 +7,7 @@ or its budget of trials is used up. ``exact`` solves the same problem to a prove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -155,11 +155,10 @@ class Search:
             if model == need and all(site not in shut and (new_devices or layout.used(site)) for site in sites)
         ]
         if wanted.gpus == 1:
-            firsts: dict[str, int] = {}
+            firsts: dict[tuple[str, bool], int] = {}
             for (_, kind), sites in empty.items():
-                paid = [site for site in sites if layout.paid(site)]
-                if kind not in firsts or (paid and not layout.paid(firsts[kind])):
-                    firsts[kind] = (paid or sites)[0]
+                for site in sites:
+                    firsts.setdefault((kind, layout.paid(site)), site)
             places.extend((site,) for sites in used.values() for site in sites)
             places.extend((site,) for site in firsts.values())
         else:
@@ -167,6 +166,7 @@ class Search:
                 if not group:
                     continue
                 fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
+                fresh.sort(key=lambda site: (layout.paid(site), site))
                 members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
                 if len(members) >= wanted.gpus:
                     places.extend(_combinations(members, wanted.gpus))
@@ -179,7 +179,13 @@ class Search:
         for number in layout.of(need):
             for site in layout.blocks[number].sites:
                 neighbours.update(dict.fromkeys(layout.on(site)))
-        return [_Option((), (number,)) for number in neighbours if self._may_leave(number, need)]
+        options = [_Option((), (number,)) for number in neighbours if self._may_leave(number, need)]
+        for number in layout.of(need):
+            for site in layout.blocks[number].sites:
+                others = tuple(other for other in layout.on(site) if other != number and self._may_leave(other, need))
+                if len(others) > 1:
+                    options.append(_Option((), others))
+        return options
 
     def _may_leave(self, number: int, newcomer: int) -> bool:
         block = self.layout.blocks[number]
@@ -237,6 +243,18 @@ class Search:
         """Takes all off a device and lets the rest take over; taken back unless that is better. Without ``moves`` nothing
         new is put elsewhere."""
         return self.again(list(self.layout.on(site)), new_devices=False, shut=(site,), moves=moves)
+
+    def trim(self, spared: Container[int] = ()) -> None:
+        """Takes off what its model and its neighbours can do without, on all sites but those that are ``spared``."""
+        layout = self.layout
+        for number in sorted(layout.blocks):
+            block = layout.blocks[number]
+            floor = layout.problem.needs[block.need].replicas_min
+            if block.stays or len(layout.of(block.need)) <= floor or any(site in spared for site in block.sites):
+                continue
+            if self.tired:
+                return
+            self.again([number], moves=False)
 
     # ---------------------------------------------------------------------------------------------------------- improving
 

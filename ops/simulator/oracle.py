@@ -52,6 +52,7 @@ class Oracle:
         self._active: list[Residency] = []
         self._tried_s: dict[str, float] = {}
         self._room: dict[DeviceKey, int] = {}
+        self._loads: dict[DeviceKey, int] = {}
         self._closing_s: dict[ReplicaId, float] = {}
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
@@ -68,6 +69,7 @@ class Oracle:
             for replica in model.replicas:
                 there.setdefault((replica.model_hash, tuple(sorted(replica.devices))), replica)
         self._room = {key: device.free_planned_bytes for key, device in view.devices.items()}
+        self._loads = {key: device.loads_coming for key, device in view.devices.items()}
         wanted: dict[ReplicaId, None] = {}
         missing: list[tuple[Residency, tuple[DeviceKey, ...]]] = []
         changes: list[tuple[int, ReplicaView]] = []
@@ -100,7 +102,7 @@ class Oracle:
         options = [
             (self._room[key] == device.memory_bytes, self._room[key], key)
             for key, device in view.devices.items()
-            if self._room[key] >= need_bytes and crowd[key] < view.models_per_device_max and not device.loads_coming
+            if self._room[key] >= need_bytes and crowd[key] < view.models_per_device_max and not self._loads[key]
         ]
         return (min(options)[2],) if options else ()
 
@@ -145,7 +147,7 @@ class Oracle:
         wanted = one.kv_bytes(now_s)
         room = min(self._room[key] for key in place) * record.gpus - record.weights_bytes - record.gpus
         kv_bytes = min(wanted, room)
-        if kv_bytes < START_KV_PART * wanted or (one.anywhere and view.devices[place[0]].loads_coming):
+        if kv_bytes < START_KV_PART * wanted or (one.anywhere and self._loads[place[0]]):
             if not one.anywhere:
                 return []
             kv_bytes = wanted
@@ -155,6 +157,7 @@ class Oracle:
         self._tried_s[name] = now_s
         for key in place:
             self._room[key] -= -(-(record.weights_bytes + kv_bytes) // record.gpus)
+            self._loads[key] += 1
         return [StartReplica(record.model_hash, place, "planned", kv_bytes=kv_bytes)]
 
     def _close(

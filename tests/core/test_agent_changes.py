@@ -199,6 +199,18 @@ def test_a_kv_budget_grows_and_shrinks() -> None:
     assert h.core.reserved_bytes(DeviceId("cpu0")) == 30
 
 
+def test_what_requests_hold_is_known_through_changes_of_the_budget() -> None:
+    """Down and up between two reports that say the same: a stale count of free pages would look like requests for ever."""
+    h = Harness()
+    able(h)
+    h.says("r-0", Load(running=1, waiting=0, kv_pages_free=62))
+    for number, (kv_bytes, pages) in enumerate([(10, 16), (50, 160), (40, 2), (50, 160)], start=1):
+        resize(h, kv_bytes)
+        h.says("r-0", Changed(number=number, kv_pages=pages))
+        report = h.report("r-0")
+        assert report is not None and (report.kv_pages, report.kv_pages_free) == (pages, pages - 2)
+
+
 def test_a_kv_budget_that_does_not_fit_is_refused() -> None:
     """By the device's room, by the replica's state, by the number itself."""
     h = Harness()

@@ -584,8 +584,10 @@ class AgentCore:
         failure = _one_line(message.failure)
         if not failure and change.record is not None:
             replica.record = change.record
+            # Its next report may well be the same as its last one, and then none comes: what is held has not changed.
+            held = replica.kv_pages - replica.kv_pages_free
             replica.kv_pages = message.kv_pages
-            replica.kv_pages_free = min(replica.kv_pages_free, message.kv_pages)
+            replica.kv_pages_free = max(0, message.kv_pages - held)
         elif not failure and replica.state is ReplicaState.DRAINING:
             self._go(now_s, replica, ReplicaState.ASLEEP)
         self._charge(replica)
