@@ -70,6 +70,8 @@ class CoordinatorSettings:
     """A model without any request for so long need not be resident."""
     lack_free: float = 0.06
     """Share of a need that may be lacking before anything is done: what is given up must leave all of it."""
+    usage_factor: float = 1.15
+    """Times the average that neighbours are taken to use of a device: now and then they all have a little more at once."""
     spare_level: float = 1.3
     """Spares cover so many times the level of a model's bursts; 0: there are none."""
     spares_max: int = 6
@@ -193,8 +195,7 @@ class Coordinator:
             rates=dict.fromkeys(record.costs, 1.0),
             gpus=record.gpus,
             standing=standing(model, costs),
-            work=need.mean + need.decode,
-            usage=standing(model, costs) * need.activity,
+            usage=self._usage(model, costs, need),
             share_min=need.share_min,
             kv_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],
@@ -203,6 +204,13 @@ class Coordinator:
             co_locates=record.allow_co_location,
             load_s=model.load_s,
         )
+
+    def _usage(self, model: ModelView, costs: StepCosts, need: ModelNeed) -> float:
+        """What one of its replicas takes of its devices' time on average, with the fewest replicas that can be soon."""
+        alone = standing(model, costs)
+        fewest = math.ceil(need.load / max(0.2, 1.0 - alone))
+        work = need.mean + need.decode
+        return min(1.0, self.settings.usage_factor * (work / max(1, fewest, len(model.replicas) - 1) + alone * need.activity))
 
     # ----------------------------------------------------------------------------------------------------------- planning
 

@@ -11,7 +11,7 @@ Stops by gap or by nodes, never by time, with one thread and a fixed seed: the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -46,13 +46,8 @@ class Solution:
         return max(0.0, self.worth - self.bound) / max(1e-9, abs(self.worth))
 
 
-def solve(
-    problem: Problem, *, replicas: Sequence[int] = (), gap: float = 1e-6, nodes_max: int = 20_000
-) -> Solution | None:
+def solve(problem: Problem, *, gap: float = 1e-6, nodes_max: int = 20_000) -> Solution | None:
     """The best layout, or None where the pool is too big for this.
-
-    ``replicas`` says on how many replicas each model's work is, where models have some (1 of each if it is empty): how much
-    they slow their neighbours is then a constant, as it is not in ``Layout``.
 
     Blocks that are there count as kept where the new layout has a replica of that model on the same devices; those that stay
     are kept.
@@ -63,7 +58,7 @@ def solve(
     groups = _groups(problem)
     if groups is None:
         return None
-    model = _Program(problem, patterns, groups, replicas or (1,) * len(problem.needs))
+    model = _Program(problem, patterns, groups)
     return model.solve(gap, nodes_max)
 
 
@@ -121,15 +116,8 @@ def _groups(problem: Problem) -> list[tuple[int, tuple[int, ...]]] | None:
 class _Program:
     """The program in columns and rows, as HiGHS takes it."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        patterns: list[list[Pattern]],
-        groups: list[tuple[int, tuple[int, ...]]],
-        replicas: Sequence[int],
-    ) -> None:
+    def __init__(self, problem: Problem, patterns: list[list[Pattern]], groups: list[tuple[int, tuple[int, ...]]]) -> None:
         self.problem = problem
-        self.usage = [need.usage + need.work / max(1, count) for need, count in zip(problem.needs, replicas, strict=True)]
         self.patterns = patterns
         self.groups = groups
         self.cost: list[float] = []
@@ -164,7 +152,7 @@ class _Program:
     def _share(self, need: int, pattern: Pattern) -> float:
         if not self.problem.shares_time:
             return 1.0
-        others = [usage for other, usage in enumerate(self.usage) for _ in range(pattern[other] - (other == need))]
+        others = [self.problem.needs[o].usage for o, count in enumerate(pattern) for _ in range(count - (o == need))]
         return share_of_time(others, self.problem.sharing_keeps)
 
     def _carries(self, need: int, site: int, pattern: Pattern) -> float:

@@ -48,10 +48,8 @@ class Need:
     gpus: int = 1
     standing: float = 0.0
     """Of each replica, whatever it does."""
-    work: float = 0.0
-    """What its load takes on average of all its replicas' devices: less than ``load``, which has room for bursts."""
     usage: float = 0.0
-    """What each replica takes of its devices' time beside its part of ``work``: so much it slows its neighbours."""
+    """What one of its replicas takes of its devices' time on average: so much it slows its neighbours."""
     share_min: float = 0.0
     """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
     kv_bytes: float = 0.0
@@ -155,8 +153,6 @@ class Layout:
         self._have: dict[tuple[int, tuple[int, ...]], int] = {}
         self._on: list[list[int]] = [[] for _ in problem.sites]
         self._of: list[list[int]] = [[] for _ in problem.needs]
-        self._usage = [need.usage + need.work for need in problem.needs]
-        """By model: what each of its replicas takes of its devices' time on average."""
         self._carried: dict[int, float] = {}
         self._capacity = [0.0] * len(problem.needs)
         self._lacks: list[float | None] = [None] * len(problem.needs)
@@ -393,19 +389,12 @@ class Layout:
         self._settle(block)
 
     def _settle(self, changed: Block) -> None:
-        """What the blocks beside a changed one, and it, carry now: its model's work is on all of its blocks."""
+        """What the blocks beside a changed one, and it, carry now."""
         self.trials += 1
-        blocks, need = self.blocks, changed.need
-        wanted = self.problem.needs[need]
-        sites = dict.fromkeys(changed.sites)
-        if wanted.work:
-            self._usage[need] = wanted.usage + wanted.work / max(1, len(self._of[need]))
-            for number in self._of[need]:
-                sites.update(dict.fromkeys(blocks[number].sites))
-        models = {need: None}
-        for site in sites:
+        models = {changed.need: None}
+        for site in changed.sites:
             for number in self._on[site]:
-                block = blocks[number]
+                block = self.blocks[number]
                 self._carried[number] = self._carries(block)
                 models[block.need] = None
         for model in models:
@@ -419,14 +408,12 @@ class Layout:
         """What a block that is there carries, at the speed of the slowest of its sites."""
         wanted = self.problem.needs[block.need]
         sites = self.problem.sites
-        if len(block.sites) == 1:
-            site = block.sites[0]
+        least = slowest = math.inf
+        for site in block.sites:
             share = self.share(block.need, site)
-            slowest = wanted.rates[sites[site].kind] * share
-        else:
-            share = min(self.share(block.need, site) for site in block.sites)
-            slowest = min(wanted.rates[sites[site].kind] * self.share(block.need, site) for site in block.sites)
-        return max(0.0, slowest - wanted.standing) * served_share(share, wanted.share_min)
+            least = min(least, share)
+            slowest = min(slowest, wanted.rates[sites[site].kind] * share)
+        return max(0.0, slowest - wanted.standing) * served_share(least, wanted.share_min)
 
     def share(self, need: int, site: int) -> float:
         """The share of a site's time that a resident of this model gets while it has more work than it can do."""
@@ -434,18 +421,18 @@ class Layout:
         on, staying = self._on[site], self._staying[site]
         if not problem.shares_time or len(on) + len(staying) < 2:
             return 1.0
-        blocks, usage = self.blocks, self._usage
+        blocks, needs = self.blocks, problem.needs
         others = []
         own = False
         for number in on:
-            block = blocks[number]
-            if block.need != need or own:
-                others.append(usage[block.need])
+            model = blocks[number].need
+            if model != need or own:
+                others.append(needs[model].usage)
             else:
                 own = True
-        if staying:
-            here = [blocks[number].need for number in on]
-            others.extend(usage[model] for model in staying if model not in here)
+        for model in staying:
+            if all(blocks[number].need != model for number in on):
+                others.append(needs[model].usage)
         return share_of_time(others, problem.sharing_keeps)
 
 
@@ -455,14 +442,16 @@ def served_share(share: float, share_min: float) -> float:
 
 
 def share_of_time(others: list[float], keeps: float = SHARING_KEEPS) -> float:
-    """The share that one replica gets beside ``others`` that take so much each on average.
+    """The share that one replica gets beside ``others`` that take so much each on average (sorts them).
 
     Who wants little gets all of it, who wants more as much as everybody else who does (``workers.turns``, decision 0008);
     taking turns costs its part of the time only while several work.
     """
-    total = math.fsum(others)
+    total = sum(others)
     left = 1.0 - (1.0 - keeps) * min(1.0, 2.0 * total)
-    for number, usage in enumerate(sorted(others)):
+    if len(others) > 1:
+        others.sort()
+    for number, usage in enumerate(others):
         fair = left / (len(others) + 1 - number)
         if usage > fair:
             return fair

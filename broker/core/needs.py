@@ -366,7 +366,6 @@ class Needs:
         )
         if model.oldest_wait_s > 0.25 * model.record.sla.ttft_p95_ms / 1000:
             tracker.waited_s = now_s
-        self._short_answers(now_s, model, costs, tracker, life_s)
         need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s

@@ -28,6 +28,13 @@ from subjects.messages import StepCosts
 CHUNK_TOKENS = 8192
 """Prompt tokens that one step prefills at most: vLLM's default ``max_num_batched_tokens`` for a server on an H100."""
 
+YOUNG_TOKENS = 16
+"""Answers with fewer tokens are young: a single prompt prefilled between their tokens can make them miss their time per token."""
+YOUNG_USED = 0.95
+"""Of the time per token that young answers may use before prompts wait for them."""
+YOUNG_WAIT_SHARE = 0.2
+"""Of the time to the first token, how long a prompt waits for young answers at most."""
+
 WANTS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.0)
 """What an engine can ask of its devices' time, in steps, so that its neighbours' rates do not change at every request."""
 
@@ -36,6 +43,7 @@ class Sequence:
     """One request at one engine. ``made`` counts the output tokens it had when it last waited or was prefilled."""
 
     __slots__ = (
+        "added_s",
         "base",
         "engine",
         "finish_step",
@@ -55,6 +63,8 @@ class Sequence:
         self.output_tokens = output_tokens
         """Of the whole answer, at least one more than ``made``."""
         self.made = made
+        self.added_s = 0.0
+        """When its engine got it."""
         self.first_s = -1.0
         """When the first token came; negative before."""
         self.engine: Engine | None = None
@@ -97,8 +107,11 @@ class Engine:
         "_slope_w",
         "_steps",
         "_sync_s",
+        "_tpot_s",
+        "_ttft_s",
         "_waiting",
         "_worked_w",
+        "_young",
         "active",
         "backlog_tokens",
         "end_s",
@@ -123,15 +136,21 @@ class Engine:
         factor: float = 1.0,
         number: int = 0,
         pace_s: float = 0.0,
+        tpot_s: float = 0.0,
+        ttft_s: float = 0.0,
     ) -> None:
         """``factor`` multiplies all times: how far this device is from its profile. While it only decodes, a step each
-        ``pace_s`` is all that it asks for beside others; 0: it always asks for all."""
+        ``pace_s`` is all that it asks for beside others; 0: it always asks for all. With the promises ``tpot_s`` and
+        ``ttft_s`` prompts wait a little for young answers that would miss theirs; 0: they do not."""
         self.number = number
         """The caller's; breaks ties."""
         self.kv_pages = kv_pages
         self.slots = slots
         self._chunk = chunk_tokens
         self._pace_s = pace_s
+        self._tpot_s = tpot_s * YOUNG_USED
+        self._ttft_s = ttft_s * YOUNG_WAIT_SHARE
+        self._young: list[Sequence] = []
         self._block = block_tokens
         self._const_s = costs.step_const_s * factor
         self._request_s = costs.step_request_s * factor
@@ -222,6 +241,7 @@ class Engine:
     def add(self, now_s: float, sequence: Sequence) -> None:
         """Gives it a request; it joins at the end of the step that runs. Its whole context must fit ``kv_pages``."""
         sequence.engine = self
+        sequence.added_s = now_s
         self._waiting.append(sequence)
         self.backlog_tokens += sequence.input_tokens + sequence.made
         if not self.active:
@@ -296,6 +316,7 @@ class Engine:
         self._prefilling.clear()
         self._prefills = []
         self._aborted.clear()
+        self._young.clear()
         self._phases = [0] * self._block
         self._batch = self._context = self._prefill_pages = self.backlog_tokens = 0
         self._rest()
@@ -331,10 +352,16 @@ class Engine:
                 seg_w += token_s * tokens + token2_s * tokens * (2 * done + tokens)
                 if not left:
                     break
-            self._prefills = prefills
-            self.want = 1.0
-            steps = 1
-            self._slope_w = 0.0
+            if self._young and self._press(now_s, seg_w):
+                self._slope_w = 0.0
+                steps = 1
+                seg_w = first_w
+                self.want = WANTS[bisect_left(WANTS, first_w / self._pace_s)] if first_w < self._pace_s else 1.0
+            else:
+                self._prefills = prefills
+                self.want = 1.0
+                steps = 1
+                self._slope_w = 0.0
         elif batch:
             finishes = self._finishes
             while finishes[0][2].finish_step != finishes[0][0]:
@@ -356,6 +383,23 @@ class Engine:
         self._sync_s = now_s
         self.end_s = now_s + seg_w / self.rate
         self.version += 1
+
+    def _press(self, now_s: float, seg_w: float) -> bool:
+        """Whether some young answer would miss its time per token if its next token took so long, and prompts can wait."""
+        steps = self._steps
+        young = [one for one in self._young if one.finish_step >= 0 and one.engine is self
+                 and one.output_tokens - (one.finish_step - steps) < YOUNG_TOKENS]
+        self._young = young
+        if not young or now_s - self._prefilling[0].added_s > self._ttft_s:
+            return False
+        step_s = seg_w / self.rate
+        tpot_s = self._tpot_s
+        for one in young:
+            made = one.output_tokens - (one.finish_step - steps)
+            # made tokens so far; the next one ends interval number ``made``.
+            if now_s + step_s - one.first_s > made * tpot_s:
+                return True
+        return False
 
     def _rest(self) -> None:
         self.active = False
@@ -446,6 +490,8 @@ class Engine:
             self._order += 1
             sequence.finish_step = steps + left
             heappush(self._finishes, (steps + left, self._order, sequence))
+            if self._tpot_s and sequence.made < YOUNG_TOKENS:
+                self._young.append(sequence)
         self._prefills = []
         if done:
             if done == len(self._prefilling):

@@ -366,6 +366,8 @@ class World:
             factor=max(self.factors[model][number] for number in devices),
             number=self._numbers,
             pace_s=spec.tpot_s * PACE_SHARE if self.workload.pool.takes_turns else 0.0,
+            tpot_s=spec.tpot_s if self.workload.pool.takes_turns else 0.0,
+            ttft_s=spec.ttft_s,
         )
         replica = SimReplica(self._numbers, replica_id, model, places, engine, kv_bytes)
         replica.last_used_s = self.now_s
