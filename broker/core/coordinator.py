@@ -57,7 +57,9 @@ class CoordinatorSettings:
     close_s: float = 1.0
     """How long a closed replica can be had back, at least."""
     again_s_max: float = 0.5
-    """Its requests go on elsewhere once computing them again costs no more than this, in prefill,"""
+    again_share: float = 0.03
+    """Its requests go on elsewhere once computing them again costs no more than this, in prefill, and so much of the time for
+    which it has been closed (the longer the others still have, the better it pays),"""
     drain_s: float = 240.0
     """or when they have had so long."""
     watch_s: float = 30.0
@@ -210,7 +212,9 @@ class Coordinator:
         alone = standing(model, costs)
         fewest = math.ceil(need.load / max(0.2, 1.0 - alone))
         work = need.mean + need.decode
-        return min(1.0, self.settings.usage_factor * (work / max(1, fewest, len(model.replicas) - 1) + alone * need.activity))
+        return min(
+            1.0, self.settings.usage_factor * (work / max(1, fewest, len(model.replicas) - 1) + alone * need.activity)
+        )
 
     # ----------------------------------------------------------------------------------------------------------- planning
 
@@ -337,7 +341,8 @@ class Coordinator:
         index = next(i for i, model in enumerate(look.models) if model.record.model_hash == view.model_hash)
         need = look.needs[index]
         again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
-        return again_s <= self.settings.again_s_max
+        closed_s = look.now_s - self._closed.get(replica, look.now_s)
+        return again_s <= self.settings.again_s_max + self.settings.again_share * closed_s
 
     # ------------------------------------------------------------------------------------------------------------ routing
 

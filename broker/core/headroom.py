@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-FAST_S = 0.8
+FAST_S = 1.6
 """Mean by which a model counts as active or not."""
 LEVEL_S = 600.0
 """How long the level of bursts is remembered."""
@@ -55,7 +55,7 @@ class HeadroomSettings:
     """What happens so soon after a model's first request says nothing about a rule."""
     evidence_requests: float = 200.0
     """Below so many requests the first rule stands."""
-    first: tuple[float, float, float, float] = (FAST_S, 1.3, 1.6, 8.0)
+    first: tuple[float, float, float, float] = (FAST_S, 1.15, 1.0, 8.0)
     """Mean, factor, level and hold of a model that nobody knows yet."""
 
 

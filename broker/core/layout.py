@@ -7,7 +7,6 @@ alone, times its share of its devices' time, less the standing share that its st
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -408,12 +407,15 @@ class Layout:
         """What a block that is there carries, at the speed of the slowest of its sites."""
         wanted = self.problem.needs[block.need]
         sites = self.problem.sites
-        least = slowest = math.inf
-        for site in block.sites:
+        if len(block.sites) == 1:
+            site = block.sites[0]
             share = self.share(block.need, site)
-            least = min(least, share)
-            slowest = min(slowest, wanted.rates[sites[site].kind] * share)
-        return max(0.0, slowest - wanted.standing) * served_share(least, wanted.share_min)
+            speed = wanted.rates[sites[site].kind] * share
+        else:
+            shares = [self.share(block.need, site) for site in block.sites]
+            share = share_of_all(shares, self.problem.sharing_keeps)
+            speed = share * min(wanted.rates[sites[site].kind] for site in block.sites)
+        return max(0.0, speed - wanted.standing) * served_share(share, wanted.share_min)
 
     def share(self, need: int, site: int) -> float:
         """The share of a site's time that a resident of this model gets while it has more work than it can do."""
@@ -457,3 +459,17 @@ def share_of_time(others: list[float], keeps: float = SHARING_KEEPS) -> float:
             return fair
         left -= usage
     return left
+
+
+def share_of_all(shares: list[float], keeps: float = SHARING_KEEPS) -> float:
+    """The share that a replica over several devices gets of all of them at once.
+
+    Neighbours are busy at different times on each, and the slowest decides: what is above an equal part on the slowest one
+    is there only while no other is busy.
+    """
+    least = min(shares)
+    equal = min(least, keeps / 2)
+    free = 1.0
+    for share in shares:
+        free *= share
+    return equal + (least - equal) * free / least

@@ -40,7 +40,7 @@ class NeedSettings:
     """Work that may wait without asking for more."""
     token_s: float = 0.04
     """Time per token that is assumed where none runs."""
-    kv_factor: float = 1.1
+    kv_factor: float = 1.25
     """KV room over what running requests hold."""
     kv_keep_s: float = 30.0
     share_keep_s: float = 60.0

@@ -29,7 +29,7 @@ CHUNK_TOKENS = 8192
 """Prompt tokens that one step prefills at most: vLLM's default ``max_num_batched_tokens`` for a server on an H100."""
 
 YOUNG_TOKENS = 16
-"""Answers with fewer tokens are young: a single prompt prefilled between their tokens can make them miss their time per token."""
+"""Answers with fewer tokens are young: one prompt prefilled between their tokens can make them miss their time per token."""
 YOUNG_USED = 0.95
 """Of the time per token that young answers may use before prompts wait for them."""
 YOUNG_WAIT_SHARE = 0.2
@@ -387,8 +387,11 @@ class Engine:
     def _press(self, now_s: float, seg_w: float) -> bool:
         """Whether some young answer would miss its time per token if its next token took so long, and prompts can wait."""
         steps = self._steps
-        young = [one for one in self._young if one.finish_step >= 0 and one.engine is self
-                 and one.output_tokens - (one.finish_step - steps) < YOUNG_TOKENS]
+        young = [
+            one
+            for one in self._young
+            if one.finish_step >= 0 and one.engine is self and one.output_tokens - (one.finish_step - steps) < YOUNG_TOKENS
+        ]
         self._young = young
         if not young or now_s - self._prefilling[0].added_s > self._ttft_s:
             return False

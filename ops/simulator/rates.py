@@ -1,9 +1,9 @@
 """Constants of the fixed workloads that ``python -m ops.simulator.scale_rates`` finds.
 
 Found largest scales (before the margin): five-lines m-small 0.1143, m-mid 0.0346, mm-image 1.342, deepseek-r1 0.1002,
-m-large 0.0324; busy-few m-small 0.1454, m-mid 0.0993, deepseek-r1 0.868, m-large 0.257. One is set lower than its margin asks:
-m-large of five-lines is a single replica whose windows hang on a few bursts; at 0.0301 and 0.0275 one of nine unseen seeds
-missed the SLO over the headline's windows (0.989), at 0.0255 the worst of nine has 0.995.
+m-large 0.0324; busy-few m-small 0.1454, m-mid 0.0993, deepseek-r1 0.868, m-large 0.257. One is set lower than its
+margin asks: m-large of five-lines is a single replica whose windows hang on a few bursts; at 0.0301 and 0.0275 one of
+nine unseen seeds missed the SLO over the headline's windows (0.989), at 0.0255 the worst of nine has 0.995.
 """
 
 from __future__ import annotations
