@@ -28,7 +28,7 @@ from subjects.messages import StepCosts
 CHUNK_TOKENS = 8192
 """Prompt tokens that one step prefills at most: vLLM's default ``max_num_batched_tokens`` for a server on an H100."""
 
-YOUNG_TOKENS = 16
+YOUNG_TOKENS = 48
 """Answers with fewer tokens are young: one prompt prefilled between their tokens can make them miss their time per token."""
 YOUNG_USED = 0.95
 """Of the time per token that young answers may use before prompts wait for them."""
@@ -338,30 +338,32 @@ class Engine:
             room = block * (self.kv_pages - self._prefill_pages) - self._context - block * batch
         first_w = self._const_s + self._request_s * batch + self._context_token_s * self._context
         if self._prefilling:
-            left = self._chunk
-            prefills = []
-            token_s, token2_s = self._prefill_token_s, self._prefill_token2_s
-            seg_w = first_w
-            for sequence in self._prefilling:
-                tokens = sequence.prefill_left
-                if tokens > left:
-                    tokens = left
-                left -= tokens
-                prefills.append((sequence, tokens))
-                done = sequence.input_tokens + sequence.made - sequence.prefill_left
-                seg_w += token_s * tokens + token2_s * tokens * (2 * done + tokens)
-                if not left:
-                    break
-            if self._young and self._press(now_s, seg_w):
-                self._slope_w = 0.0
+            chunk = self._chunk
+            if self._tpot_s:
+                chunk = self._patience(now_s, first_w)
+            if chunk == 0:
                 steps = 1
                 seg_w = first_w
                 self.want = WANTS[bisect_left(WANTS, first_w / self._pace_s)] if first_w < self._pace_s else 1.0
             else:
+                left = chunk
+                prefills = []
+                token_s, token2_s = self._prefill_token_s, self._prefill_token2_s
+                seg_w = first_w
+                for sequence in self._prefilling:
+                    tokens = sequence.prefill_left
+                    if tokens > left:
+                        tokens = left
+                    left -= tokens
+                    prefills.append((sequence, tokens))
+                    done = sequence.input_tokens + sequence.made - sequence.prefill_left
+                    seg_w += token_s * tokens + token2_s * tokens * (2 * done + tokens)
+                    if not left:
+                        break
                 self._prefills = prefills
                 self.want = 1.0
                 steps = 1
-                self._slope_w = 0.0
+            self._slope_w = 0.0
         elif batch:
             finishes = self._finishes
             while finishes[0][2].finish_step != finishes[0][0]:
@@ -384,25 +386,33 @@ class Engine:
         self.end_s = now_s + seg_w / self.rate
         self.version += 1
 
-    def _press(self, now_s: float, seg_w: float) -> bool:
-        """Whether some young answer would miss its time per token if its next token took so long, and prompts can wait."""
+    def _patience(self, now_s: float, first_w: float) -> int:
+        """How many prompt tokens the next step may prefill so that no young answer misses its time per token: as many as a
+        step can, a few at least, or none for now where prompts can wait."""
         steps = self._steps
-        young = [
+        young = self._young = [
             one
             for one in self._young
-            if one.finish_step >= 0 and one.engine is self and one.output_tokens - (one.finish_step - steps) < YOUNG_TOKENS
+            if one.finish_step >= 0
+            and one.engine is self
+            and one.output_tokens - (one.finish_step - steps) < YOUNG_TOKENS
         ]
-        self._young = young
-        if not young or now_s - self._prefilling[0].added_s > self._ttft_s:
-            return False
-        step_s = seg_w / self.rate
+        if not young:
+            return CHUNK_TOKENS
         tpot_s = self._tpot_s
+        due_s = inf
         for one in young:
+            # It has so many tokens: the next one ends as many times between tokens.
             made = one.output_tokens - (one.finish_step - steps)
-            # made tokens so far; the next one ends interval number ``made``.
-            if now_s + step_s - one.first_s > made * tpot_s:
-                return True
-        return False
+            next_s = one.first_s + made * tpot_s
+            if next_s < due_s:
+                due_s = next_s
+        free = ((due_s - now_s) * self.rate - first_w) / self._prefill_token_s
+        if free >= self._chunk:
+            return min(int(free), CHUNK_TOKENS)
+        if now_s - self._prefilling[0].added_s > self._ttft_s:
+            return self._chunk
+        return 0
 
     def _rest(self) -> None:
         self.active = False
