@@ -24,16 +24,7 @@ from math import inf, sqrt
 
 from ops.simulator.types import BLOCK_TOKENS, SLOTS_MAX
 from subjects.messages import StepCosts
-
-CHUNK_TOKENS = 8192
-"""Prompt tokens that one step prefills at most: vLLM's default ``max_num_batched_tokens`` for a server on an H100."""
-
-YOUNG_TOKENS = 48
-"""Answers with fewer tokens are young: one prompt prefilled between their tokens can make them miss their time per token."""
-YOUNG_USED = 0.95
-"""Of the time per token that young answers may use before prompts wait for them."""
-YOUNG_WAIT_SHARE = 0.2
-"""Of the time to the first token, how long a prompt waits for young answers at most."""
+from workers.core.young import STEP_TOKENS_MAX, YOUNG_TOKENS, YOUNG_USED, YOUNG_WAIT_SHARE
 
 WANTS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.0)
 """What an engine can ask of its devices' time, in steps, so that its neighbours' rates do not change at every request."""
@@ -131,7 +122,7 @@ class Engine:
         *,
         kv_pages: int,
         slots: int = SLOTS_MAX,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_tokens: int = STEP_TOKENS_MAX,
         block_tokens: int = BLOCK_TOKENS,
         factor: float = 1.0,
         number: int = 0,
@@ -393,12 +384,10 @@ class Engine:
         young = self._young = [
             one
             for one in self._young
-            if one.finish_step >= 0
-            and one.engine is self
-            and one.output_tokens - (one.finish_step - steps) < YOUNG_TOKENS
+            if one.finish_step >= 0 and one.engine is self and one.output_tokens - (one.finish_step - steps) < YOUNG_TOKENS
         ]
         if not young:
-            return CHUNK_TOKENS
+            return STEP_TOKENS_MAX
         tpot_s = self._tpot_s
         due_s = inf
         for one in young:
@@ -409,7 +398,7 @@ class Engine:
                 due_s = next_s
         free = ((due_s - now_s) * self.rate - first_w) / self._prefill_token_s
         if free >= self._chunk:
-            return min(int(free), CHUNK_TOKENS)
+            return min(int(free), STEP_TOKENS_MAX)
         if now_s - self._prefilling[0].added_s > self._ttft_s:
             return self._chunk
         return 0
