@@ -288,7 +288,7 @@ class Control:
         for replica_id, told in list(node.told.items()):
             replica = self._world.replicas[replica_id]
             engine = replica.engine
-            counters = (replica.held, replica.kv_pages - replica.pages_taken, engine.work_by_s(now_s))
+            counters = (replica.held, replica.pages_free, engine.work_by_s(now_s))
             if counters == told:
                 continue
             node.told[replica_id] = counters

@@ -63,6 +63,11 @@ class SimReplica:
         self.pushed = -1
         """Version of the engine's end that is in the heap."""
 
+    @property
+    def pages_free(self) -> int:
+        """What is neither set aside nor held: some answers are longer than was expected, and hold more."""
+        return min(self.kv_pages - self.pages_taken, self.engine.kv_pages_open)
+
 
 def least_loaded(replicas: list[SimReplica], live: Live) -> SimReplica | None:
     """Of those that have room for it the one with the least load for its weight; the first of equals."""
@@ -76,7 +81,7 @@ def least_loaded(replicas: list[SimReplica], live: Live) -> SimReplica | None:
             continue
         backlog = replica.engine.backlog_tokens
         needed = pages if pages < kv_pages else kv_pages
-        if room_for(replica.slots - replica.held, kv_pages - replica.pages_taken, needed, backlog):
+        if room_for(replica.slots - replica.held, replica.pages_free, needed, backlog):
             load = (replica.held + backlog / TOKENS_AS_REQUEST) / replica.weight
             if load < best_load:
                 best, best_load = replica, load

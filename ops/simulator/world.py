@@ -241,8 +241,7 @@ class World:
                     return
                 live = fitting[0]
             needed = min(live.pages_needed, replica.kv_pages)
-            free_pages = replica.kv_pages - replica.pages_taken
-            if not room_for(replica.slots - replica.held, free_pages, needed, replica.engine.backlog_tokens):
+            if not room_for(replica.slots - replica.held, replica.pages_free, needed, replica.engine.backlog_tokens):
                 return
             queue.take(live)
             self.ledger.stopped_waiting(live.profile, RequestId(str(live.index)))

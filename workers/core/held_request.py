@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from profiles.capacity import pages_for
 from subjects.ids import IngressId, RequestId
 from subjects.messages import Delta, Failure, FailureKind, Grant, RequestProfile
 
@@ -112,6 +113,11 @@ class HeldRequest:
         self.outbox.append(Unconfirmed(delta, now_s))
         if delta.end:
             self.phase = Phase.FINISHED
+
+    def grow(self, block_size: int, pages_max: int) -> None:
+        """An answer that is longer than was expected holds more pages than were set aside for it: nobody else can have them."""
+        tokens = self.profile.input_tokens + sum(self.next_indexes.values())
+        self.pages = max(self.pages, min(pages_for(tokens, block_size), pages_max))
 
     def failure(self, kind: FailureKind, message: str, *, code: str) -> Delta:
         """The delta that ends this request badly."""

@@ -103,6 +103,7 @@ class ReplicaCore:
         self._serving = False
         self._slots = 0
         self._kv_pages = 0
+        self._block_size = 1
         self._draining = False
         self._drained = False
         self._closed = False
@@ -192,6 +193,7 @@ class ReplicaCore:
         self._drain_deadline_s = inf
         self._slots = event.slots
         self._kv_pages = event.kv_pages
+        self._block_size = event.block_size
         self._planner.open(kv_pages=event.kv_pages, block_size=event.block_size, max_context_len=event.max_context_len)
 
     def _do_what_is_due(self, now_s: float, out: list[ReplicaCommand]) -> None:
@@ -348,6 +350,7 @@ class ReplicaCore:
                 out.append(AbortRequest(held.request, held.attempt))
                 delta = held.failure(FailureKind.SICK, fault, code="engine_fault")
             held.keep(now_s, delta)
+            held.grow(self._block_size, self._kv_pages)
             by_ingress.setdefault(held.ingress, []).append(delta)
         for ingress, fresh in by_ingress.items():
             self._send(now_s, ingress, fresh, out)
