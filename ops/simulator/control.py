@@ -301,7 +301,7 @@ class Control:
                 preemptions=engine.preempted,
                 step_s=engine.step_s(),
             )
-            node.agent.step(now_s, agents.ControlReceived(replica_id, message))
+            self._agent(node, agents.ControlReceived(replica_id, message))
 
     def _spawn(self, node: _Node, command: agents.SpawnReplica) -> None:
         world = self._world
