@@ -51,7 +51,7 @@ def test_share_of_time_beside_others(others: list[float], expected: float) -> No
 usages = st.lists(st.floats(0.0, 1.0), max_size=5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(usages, st.integers(0, 4), st.floats(0.0, 1.0))
 def test_share_of_time_lies_between_an_equal_part_and_all_and_falls_with_what_others_use(
     others: list[float], which: int, more: float
@@ -82,7 +82,7 @@ def test_share_of_all_devices_at_once(shares: list[float], expected: float) -> N
     assert share_of_all(shares, 0.97) == pytest.approx(expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0.1, 1.0), min_size=1, max_size=4), st.integers(0, 3), st.floats(0.1, 1.0))
 def test_share_of_all_is_at_most_the_least_and_grows_with_each(shares: list[float], which: int, more: float) -> None:
     """Never above the slowest, never below an equal part of it, and never less when one device gives more."""
@@ -162,6 +162,17 @@ def test_free_memory_is_shared_out_by_what_neighbours_want() -> None:
     layout.add(1, (0,))
     assert layout.kv_bytes(0) == pytest.approx(30 * GB) and layout.kv_bytes(1) == pytest.approx(10 * GB)
     assert layout.lack(0) == layout.lack(1) == pytest.approx(0.5)
+
+
+@pytest.mark.xfail(reason="what a loading replica holds beyond its least is not counted as its model's KV")
+def test_the_kv_that_a_loading_replica_holds_is_its_models() -> None:
+    """It has got its part of the free memory; what is left is for its neighbour (SCH-8, SCH-13)."""
+    needs = (need("a", load=0.1, gb=20, kv_bytes=40 * GB), need("b", load=0.1, gb=10, kv_bytes=GB / 2))
+    loading = Block(0, (0,), ReplicaId("a-1"), bytes_held=60 * GB)
+    layout = Layout(Problem((site(0),), needs, (loading,)), (loading,))
+    layout.add(1, (0,))
+    assert layout.free_bytes(0) == 10 * GB
+    assert layout.lack(1) == 0.0 and layout.lack(0) == 0.0
 
 
 def test_worth_is_lost_value_then_devices_then_loads() -> None:
@@ -311,7 +322,7 @@ def _change(layout: Layout, choice: int, takes: bool) -> None:
 changes = st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), changes, changes)
 def test_rollback_restores_everything_exactly(
     problem: Problem, first: list[tuple[int, bool]], then: list[tuple[int, bool]]
@@ -327,7 +338,7 @@ def test_rollback_restores_everything_exactly(
     assert Seen.at(layout) == before
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), changes)
 def test_a_layout_is_worth_the_same_however_it_came_about(problem: Problem, steps: list[tuple[int, bool]]) -> None:
     """Built from its blocks at once it has the same capacity, memory and worth as built step by step."""
@@ -345,7 +356,7 @@ def test_a_layout_is_worth_the_same_however_it_came_about(problem: Problem, step
     assert sorted(anew.left()) == sorted(layout.left())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(), changes)
 def test_nothing_that_fits_takes_memory_that_is_not_there(problem: Problem, steps: list[tuple[int, bool]]) -> None:
     """Free bytes are what the residents, and those that still hold something, leave; never below nothing (SCH-1)."""

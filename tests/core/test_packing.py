@@ -136,6 +136,21 @@ def test_small_models_leave_a_group_free_for_one_that_spans_it() -> None:
     assert {block.sites for block in found.blocks if block.need == 2} == {(0, 1)}
 
 
+@pytest.mark.xfail(reason="only one block at a time makes room, and a replica over two devices needs two to go")
+def test_gold_over_two_devices_takes_them_from_bronze_on_one_each() -> None:
+    """A tensor-parallel model is not locked out by small ones that have more than one replica each (SCH-3)."""
+    sites = tuple(site(number, group="a", residents=1) for number in range(4))
+    needs = (
+        need("s1", load=1.8, value=BRONZE),
+        need("s2", load=1.8, value=BRONZE),
+        need("tp2", load=0.9, gpus=2, value=GOLD),
+    )
+    placed = (there(0, (0,)), there(0, (1,)), there(1, (2,)), there(1, (3,)))
+    layout = Layout(Problem(sites, needs, placed), placed)
+    Search(layout).grow()
+    assert layout.lack(2) == 0.0
+
+
 def test_kinds_of_devices_count_by_what_they_bring() -> None:
     """Units of capacity are per kind of device; a model never goes where its costs are not known (SCH-1, SCH-3)."""
     sites = (site(0, kind=A100), site(1, kind=A100), site(2), site(3, kind="tiny"))
@@ -275,7 +290,7 @@ def broken(problem: Problem, blocks: tuple[Block, ...]) -> list[str]:
     return found
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_no_plan_breaks_a_constraint_and_none_is_worse_than_what_is_there(problem: Problem) -> None:
     """Every constraint of SCH-3 holds in every plan, and planning never costs more than doing nothing."""
@@ -294,7 +309,7 @@ def test_the_same_problem_has_the_same_plan(problem: Problem) -> None:
     assert plan(replace(problem), trials_max=1000) == first
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_growing_takes_nothing_from_who_has_no_more_than_its_least(problem: Problem) -> None:
     """Whoever lacks, its neighbours keep their least numbers and one replica while they have any load (SCH-3)."""
