@@ -19,7 +19,7 @@ from broker.core.demand import DemandLedger, within_slo
 from ops.simulator.device import PACE_SHARE, SimDevice, began, ended, error_factors, wants
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions
-from ops.simulator.queueing import CLASSES, Live, ModelQueue
+from ops.simulator.queueing import BATCH, CLASSES, Live, ModelQueue
 from ops.simulator.replicas import SimReplica, least_loaded
 from ops.simulator.types import BLOCK_TOKENS, DEVICE_TYPE, Trace, Workload
 from profiles.capacity import lane_of, pages_for
@@ -29,6 +29,8 @@ from subjects.messages import Endpoint, ModelRecord, RequestKind, RequestProfile
 from workers.core.pulling import room_for
 
 TENANT = Tenant("simulated")
+PAUSE_S = 10.0
+"""An answer that was interrupted and is ahead of its time per token by more than this goes on behind the others."""
 LOOKED_AT_MAX = 32
 """Replicas of a model among which a request that arrives chooses."""
 LOOK_PAST_MAX = 32
@@ -402,6 +404,9 @@ class World:
             self.interrupted += 1
             if sequence.made:
                 sequence.since_s = self.now_s
+                if self._can_pause(sequence):
+                    # Its prompt and all of its answer are computed again: nobody's first token waits for that.
+                    sequence.queue_class = BATCH
             self._wait(sequence, first=True)
         if replica.working:
             self._ended(replica)
@@ -411,6 +416,11 @@ class World:
         for other in self.serving[model]:
             if self.queues[model].count:
                 self.pull(other)
+
+    def _can_pause(self, live: Live) -> bool:
+        """Whether an answer that was interrupted keeps its mean time per token even if it goes on only after a while."""
+        due_s = live.first_s + live.made * self.models[live.model].tpot_s
+        return due_s - self.now_s > PAUSE_S
 
     def end(self, replica: SimReplica) -> None:
         """Its process is gone."""
