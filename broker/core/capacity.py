@@ -25,7 +25,7 @@ from profiles.costs import step_s
 from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, StepCosts
 
-TPOT_USED = 0.8
+TPOT_USED = 0.65
 """Share of the time per token that plans use; the rest is for bursts and for profiles that are a little wrong."""
 LATE_SHARE_MAX = 0.01
 """Share of requests that may miss the target."""

@@ -74,6 +74,8 @@ class CoordinatorSettings:
     """Share of a need that may be lacking before anything is done: what is given up must leave all of it."""
     usage_factor: float = 1.15
     """Times the average that neighbours are taken to use of a device: now and then they all have a little more at once."""
+    kv_lack_free: float = 0.12
+    """The same for KV."""
     spare_level: float = 1.3
     """Spares cover so many times the level of a model's bursts; 0: there are none."""
     spares_max: int = 6
@@ -191,18 +193,20 @@ class Coordinator:
         kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas)
         return Need(
             model=record.model_hash,
-            load=need.load * (1 - s.lack_free),
-            load_keep=need.load_keep,
+            load=need.load * (1 - s.lack_free) if alive else 0.0,
+            load_keep=need.load_keep if alive else 0.0,
             bytes_min=fixed_bytes(record) + -(-kv_min // record.gpus),
             rates=dict.fromkeys(record.costs, 1.0),
             gpus=record.gpus,
             standing=standing(model, costs),
             usage=self._usage(model, costs, need),
             share_min=need.share_min,
-            kv_bytes=max(0.0, kv_bytes),
+            kv_bytes=max(0.0, kv_bytes) * (1 - s.kv_lack_free),
+            kv_keep_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],
-            replicas_min=max(record.min_replicas, int(alive), math.ceil(need.seats / record.max_num_seqs)),
-            replicas_max=record.max_replicas,
+            replicas_min=max(record.min_replicas, int(alive)),
+            replicas_wanted=math.ceil(need.seats / record.max_num_seqs),
+            replicas_max=record.max_replicas if model.may_load else min(record.max_replicas, len(model.replicas)),
             co_locates=record.allow_co_location,
             load_s=model.load_s,
         )
@@ -292,7 +296,16 @@ class Coordinator:
         self._close(look, blocks, stops)
         routine = now_s == self._looked_s
         memory = Memory(
-            s.memory, look, layout, blocks, spares, self._doomed, self._closed, routine=routine, resizes=s.resizes_kv
+            s.memory,
+            look,
+            layout,
+            blocks,
+            spares,
+            self._doomed,
+            self._closed,
+            stops,
+            routine=routine,
+            resizes=s.resizes_kv,
         )
         for replica in memory.evicted:
             if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):

@@ -53,11 +53,16 @@ class Need:
     """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
     kv_bytes: float = 0.0
     """KV wanted over all replicas, beyond what ``bytes_min`` holds."""
+    kv_keep_bytes: float | None = None
+    """At least what must be left before a device is given up; None: ``kv_bytes``."""
     load_keep: float | None = None
     """At least what the rest must carry before a device is given up; None: ``load``."""
     value: float = 1.0
     """Of all its load."""
     replicas_min: int = 0
+    """It never has fewer, whoever lacks what."""
+    replicas_wanted: int = 0
+    """With fewer it lacks seats for the requests that run at once."""
     replicas_max: int = 1 << 30
     co_locates: bool = True
     tenant: str = ""
@@ -220,9 +225,14 @@ class Layout:
     def kv_bytes(self, need: int) -> float:
         """KV that a model can have beyond the least: what is free on a site is shared by what its residents want."""
         total = 0.0
+        least = self.problem.needs[need].bytes_min
         for number in self._of[need]:
-            sites = self.blocks[number].sites
-            total += min(self.kv_share(site, need) for site in sites) * len(sites)
+            block = self.blocks[number]
+            sites = block.sites
+            if block.bytes_held:
+                total += max(0, block.bytes_held - least) * len(sites)
+            else:
+                total += min(self.kv_share(site, need) for site in sites) * len(sites)
         return total
 
     def kv_share(self, site: int, need: int) -> float:
@@ -235,10 +245,14 @@ class Layout:
         if len(on) == 1:
             return 1.0
         total = 0.0
+        sharers = 0
         for number in on:
-            total += self._kv_wanted(self.blocks[number].need)
+            block = self.blocks[number]
+            if not block.bytes_held:  # Those have theirs.
+                sharers += 1
+                total += self._kv_wanted(block.need)
         if total <= 0:
-            return 1 / len(on)
+            return 1 / max(1, sharers)
         return self._kv_wanted(need) / total
 
     def _kv_wanted(self, need: int) -> float:
@@ -259,10 +273,12 @@ class Layout:
         if load > 0:
             lack = max(0.0, 1 - self._capacity[need] / load)
         replicas = len(self._of[need])
-        if replicas < wanted.replicas_min:
-            lack = max(lack, 1 - replicas / wanted.replicas_min)
-        if wanted.kv_bytes > 0 and lack < 1:
-            lack = max(lack, 1 - self.kv_bytes(need) / wanted.kv_bytes)
+        seats = max(wanted.replicas_min, wanted.replicas_wanted)
+        if replicas < seats:
+            lack = max(lack, 1 - replicas / seats)
+        kv_bytes = wanted.kv_keep_bytes if self._keep and wanted.kv_keep_bytes is not None else wanted.kv_bytes
+        if kv_bytes > 0 and lack < 1:
+            lack = max(lack, 1 - self.kv_bytes(need) / kv_bytes)
         return lack
 
     def lost(self) -> float:

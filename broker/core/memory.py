@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from broker.core.layout import Block, Layout
@@ -39,6 +39,7 @@ class Memory:
         spares: Spares,
         doomed: Iterable[ReplicaId],
         closed: Mapping[ReplicaId, float],
+        stopping: Container[ReplicaId] = (),
         *,
         routine: bool,
         resizes: bool = True,
@@ -68,6 +69,7 @@ class Memory:
         self._shared_bytes: dict[int, int] = {}
         self._going = {**closed, **spares.kept}
         self._closed = closed
+        self._stopping = stopping
         self._keys = [site.key for site in sites]
         self._site_of = {key: site for site, key in enumerate(self._keys)}
         self._records = {model.record.model_hash: model.record for model in look.models}
@@ -113,7 +115,9 @@ class Memory:
         for site in sorted(urgent):
             for name in self._beside.get(site, ()):
                 replica = self._look.replicas[name]
-                if name not in self._closed or not self._look.ready(name) or replica.devices[0] != self._keys[site]:
+                if name not in self._closed or name in self._stopping or not self._look.ready(name):
+                    continue
+                if replica.devices[0] != self._keys[site]:
                     continue
                 record = self._records[replica.model_hash]
                 target = kv_used_bytes(record, replica)

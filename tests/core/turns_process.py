@@ -13,7 +13,7 @@ STEP_S = 0.005
 
 
 def main() -> None:
-    """Says ready or held, waits for a line, and tells when each step began and ended."""
+    """Says ready or held, waits for a line, says stepped after one step, and tells when each step began and ended."""
     kind, directory, *rest = sys.argv[1:]
     if kind == "hold":
         DeviceTurns(Path(directory), ("gpu0",), 0.0).take(urgent=True)
@@ -21,7 +21,7 @@ def main() -> None:
         sys.stdin.readline()
         return
     devices, pace_s, urgent, steps = rest
-    turns = DeviceTurns(Path(directory), tuple(devices.split(",")), float(pace_s), wait_s_max=60.0)
+    turns = DeviceTurns(Path(directory), tuple(devices.split(",")), float(pace_s), wait_s_max=60.0, rest_s=60.0)
     say("ready")
     sys.stdin.readline()
     times = []
@@ -31,6 +31,8 @@ def main() -> None:
         time.sleep(STEP_S)
         times.append((began_s, time.monotonic()))
         turns.give()
+        if len(times) == 1:
+            say("stepped")
     say(json.dumps([times, turns.overruns]))
     turns.close()
 
