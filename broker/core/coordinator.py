@@ -58,8 +58,8 @@ class CoordinatorSettings:
     """How long a closed replica can be had back, at least."""
     again_s_max: float = 0.5
     again_share: float = 0.03
-    """Its requests go on elsewhere once computing them again costs no more than this, in prefill, and so much of the time for
-    which it has been closed (the longer the others still have, the better it pays),"""
+    """Its requests go on elsewhere once computing them again costs no more than this, in prefill, and so much of the time
+    for which it has been closed (the longer the others still have, the better it pays),"""
     drain_s: float = 240.0
     """or when they have had so long."""
     watch_s: float = 30.0
@@ -74,6 +74,8 @@ class CoordinatorSettings:
     """Share of a need that may be lacking before anything is done: what is given up must leave all of it."""
     usage_factor: float = 1.15
     """Times the average that neighbours are taken to use of a device: now and then they all have a little more at once."""
+    spanning_factor: float = 1.2
+    """The same of the work of replicas over several devices."""
     kv_lack_free: float = 0.12
     """The same for KV."""
     spare_level: float = 1.3

@@ -448,9 +448,9 @@ class Layout:
                 others.append(needs[model].usage)
             else:
                 own = True
-        for model in staying:
-            if all(blocks[number].need != model for number in on):
-                others.append(needs[model].usage)
+        if staying:
+            here = [blocks[number].need for number in on]
+            others.extend(needs[model].usage for model in staying if model not in here)
         return share_of_time(others, problem.sharing_keeps)
 
 

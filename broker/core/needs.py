@@ -48,12 +48,17 @@ class NeedSettings:
     """Mean over which a model counts as being at work or not, for its neighbours."""
     long_share: float = 0.006
     """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
-    short_share: float = 0.1
-    """Share of requests with answers of a few tokens, as long as nobody knows better: one foreign prompt makes them late."""
-    short_weight: float = 20.0
-    """So many predicted misses must be contradicted before that share is no longer believed."""
-    short_missed_max: float = 0.005
-    """Share of requests that may be late for that reason."""
+    missed_memory_s: float = 30.0
+    missed_prior: float = 20.0
+    missed_free: float = 0.008
+    """Share of requests that may miss their targets before more is asked for than is reckoned,"""
+    boost_missed: float = 0.12
+    """by so much per second and share above it,"""
+    boost_wait_share: float = 0.5
+    boost_waiting: float = 0.012
+    """and by so much per second in which somebody has waited for this part of the time to the first token."""
+    boost_memory_s: float = 120.0
+    boost_max: float = 0.35
     ttft_used: float = 0.75
     """Share of the time to the first token that such a prompt's own prefill may take."""
 
@@ -184,31 +189,28 @@ class ModelNeed:
 
 FINISHED_MIN = 20
 SEATS_FACTOR = 1.12
-SHORT_STEPS = 2
-"""Steps over which an answer of a few tokens is averaged."""
-SHORT_MEMORY = 5000.0
-"""Requests over which it is remembered how many were late."""
 SHARES = (0.24, 0.32, 0.4, 0.48, 0.6, 0.75, 0.9)
 """Shares of a device's time that are told apart."""
 
 
 class _Tracker:
     __slots__ = (
+        "boost",
         "busy",
         "decode",
         "expected",
         "finished",
+        "finished_lately",
         "followed_s",
         "kv_most",
         "lengths",
         "load_most",
+        "missed_lately",
         "need",
         "requests",
         "row",
         "seats_most",
         "share_most",
-        "short_missed",
-        "short_predicted",
         "tokens_in",
         "tokens_out",
         "waited_s",
@@ -218,7 +220,9 @@ class _Tracker:
         self.row = row
         self.need = ModelNeed()
         self.busy = False
-        self.short_missed = self.short_predicted = 0.0
+        self.boost = 0.0
+        """By how much more is asked for than is reckoned, since that was too little lately."""
+        self.finished_lately = self.missed_lately = 0.0
         self.waited_s = -math.inf
         self.followed_s = -math.inf
         self.lengths = Lengths()
@@ -296,7 +300,7 @@ class Needs:
             patience = need.life_s / (need.life_s + PATIENCE_S)
             burst = need.prefill / need.burst_share - standing(model, costs)
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
-            need.load = max(burst, need.mean + need.decode) + need.queue
+            need.load = max(burst, need.mean + need.decode) * (1.0 + tracker.boost) + need.queue
             need.load_keep = tracker.load_most.add(now_s, need.load)
             needs.append(need)
         return needs
@@ -366,36 +370,24 @@ class Needs:
         )
         if model.oldest_wait_s > 0.25 * model.record.sla.ttft_p95_ms / 1000:
             tracker.waited_s = now_s
+        self._correct(gone_s, model, tracker)
         need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
 
-    def _short_answers(self, now_s: float, model: ModelView, costs: StepCosts, tracker: _Tracker, life_s: float) -> None:
-        """The share of time that answers of a few tokens need: a prompt that is prefilled between their tokens makes them
-        late, unless it is short for the replica's speed. How many such answers there are shows in how many were late
-        though nothing waited."""
-        s, need = self.settings, tracker.need
-        serving = max(1, sum(1 for replica in model.replicas if replica.running))
-        tpot_s = model.record.sla.tpot_ms / 1000
-        rate = need.rps / serving
-        mean_s = tracker.lengths.mean()
-
-        def late(share: float) -> float:
-            step_s = costs.step_const_s + need.token_s * need.running / serving
-            slack_s = SHORT_STEPS * (tpot_s * share - step_s)
-            return (1 - math.exp(-rate * mean_s / share)) * tracker.lengths.share_above(max(slack_s, 0.0))
-
-        if model.finished and now_s - tracker.waited_s > life_s + 5.0 and need.share > 0:
-            fade = math.exp(-model.finished / SHORT_MEMORY)
-            tracker.short_missed = tracker.short_missed * fade + model.finished - model.within_slo
-            tracker.short_predicted = tracker.short_predicted * fade + model.finished * late(need.share)
-        prior = s.short_weight
-        short = (tracker.short_missed + prior * s.short_share) / (tracker.short_predicted + prior)
-        for share in SHARES:
-            if short * late(share) <= s.short_missed_max:
-                need.share_min = max(need.share_min, share)
-                return
-        need.share_min = SHARES[-1]
+    def _correct(self, gone_s: float, model: ModelView, tracker: _Tracker) -> None:
+        """What its replicas carry is less than was reckoned where requests go on waiting, or go on missing their targets."""
+        s = self.settings
+        tracker.finished_lately = tracker.finished_lately * math.exp(-gone_s / s.missed_memory_s) + model.finished
+        missed = model.finished - model.within_slo
+        tracker.missed_lately = tracker.missed_lately * math.exp(-gone_s / s.missed_memory_s) + missed
+        tracker.boost *= math.exp(-gone_s / s.boost_memory_s)
+        if model.oldest_wait_s > s.boost_wait_share * model.record.sla.ttft_p95_ms / 1000:
+            tracker.boost += s.boost_waiting * gone_s
+        excess = tracker.missed_lately / (tracker.finished_lately + s.missed_prior) - s.missed_free
+        if excess > 0:
+            tracker.boost += s.boost_missed * min(excess, 0.1) * gone_s
+        tracker.boost = min(tracker.boost, s.boost_max)
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's

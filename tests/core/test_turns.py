@@ -142,15 +142,18 @@ def passed_over(one: list[Step], other: list[Step]) -> int:
 def test_the_step_due_first_begins_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall_s: float) -> None:
     """While one prefills, one that only decodes makes a step per pace, and none in the moments between the other's steps.
 
-    Neither begins while the other waits for a step due earlier, even if engines stall between looking and locking.
+    Neither begins while the other waits for a step due earlier, even if engines stall before they lock or after they unlock.
     """
     clock = Clock()
     monkeypatch.setattr("workers.turns.time", clock)
     lock = fcntl.flock
 
     def stalls(file: int, operation: int) -> None:
-        clock.sleep(stall_s if operation & fcntl.LOCK_EX else 0.0)
+        if operation & fcntl.LOCK_EX:
+            clock.sleep(stall_s)
         lock(file, operation)
+        if operation & fcntl.LOCK_UN:
+            clock.sleep(stall_s)
 
     urgent, paced = DeviceTurns(tmp_path, ("gpu0",), 0.0), DeviceTurns(tmp_path, ("gpu0",), PACE_S)
     one: list[Step] = []
