@@ -20,7 +20,7 @@ from broker.core.layout import Block, Layout, Need, Prices, Problem, Site
 from broker.core.look import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.memory import Memory, MemorySettings
 from broker.core.needs import ModelNeed, Needs, NeedSettings, standing
-from broker.core.packing import Search, named
+from broker.core.packing import Search, named, plan
 from broker.core.policy import (
     Action,
     Decision,
@@ -68,6 +68,11 @@ class CoordinatorSettings:
     """After a longer pause it is as if new."""
     trials_max: int = 1500
     """Changes of the layout that one look may try."""
+    replan_s: float = 10.0
+    replan_gain: float = 0.8
+    """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
+    replan_sites_max: int = 96
+    """not in a pool of more devices."""
     forget_s: float = 1800.0
     """A model without any request for so long need not be resident."""
     lack_free: float = 0.06
@@ -126,7 +131,7 @@ class Coordinator:
         self._calm_s = -math.inf
         self._decided_s = -math.inf
         self._watches_since_s = -math.inf
-        self._looked_s = self._slots_s = -math.inf
+        self._looked_s = self._slots_s = self._replanned_s = -math.inf
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """See ``policy.Policy``."""
@@ -241,7 +246,26 @@ class Coordinator:
                 if emptied:
                     names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)
                     why = f"{names} not needed: the rest carries it"
+                else:
+                    better = self._replan(look, layout)
+                    if better is not None:
+                        layout, why = better, "moved: all together need less so"
         return self._carry(look, layout, why)
+
+    def _replan(self, look: Look, layout: Layout) -> Layout | None:
+        """Now and then a whole plan is made anew: some layouts are better though no single step leads to them."""
+        s, now_s = self.settings, look.now_s
+        small = len(look.problem.sites) <= s.replan_sites_max
+        if not small or now_s - self._calm_s < s.calm_s or now_s - self._replanned_s < s.replan_s:
+            return None
+        self._replanned_s = now_s
+        found = plan(look.problem, trials_max=s.trials_max, keep=True)
+        layout.keep = True
+        gained = layout.score().total - found.score.total
+        layout.keep = False
+        if gained < s.replan_gain:
+            return None
+        return Layout(look.problem, found.blocks)
 
     def _blocks(self, look: Look) -> list[Block]:
         """The replicas of the plan, those coming included."""

@@ -27,10 +27,10 @@ class Plan:
     trials: int
 
 
-def plan(problem: Problem, *, trials_max: int = 6000) -> Plan:
+def plan(problem: Problem, *, trials_max: int = 6000, keep: bool = False) -> Plan:
     """A good layout, from what is there and from nothing, whichever ends better. The same problem gives the same plan.
 
-    ``trials_max`` bounds the changes tried.
+    ``trials_max`` bounds the changes tried; with ``keep`` loads count as in ``Layout.keep``.
     """
     best: Layout | None = None
     trials = 0
@@ -38,6 +38,7 @@ def plan(problem: Problem, *, trials_max: int = 6000) -> Plan:
     stays = tuple(block for block in problem.placed if block.stays)
     for blocks, thrifty in starts if problem.placed else starts[2:]:
         layout = Layout(problem, blocks or stays)
+        layout.keep = keep
         search = Search(layout, (trials_max - trials) // 2, thrifty=thrifty)
         search.grow()
         search.shrink()
