@@ -77,9 +77,9 @@ class CoordinatorSettings:
     """A model without any request for so long need not be resident."""
     lack_free: float = 0.06
     """Share of a need that may be lacking before anything is done: what is given up must leave all of it."""
-    usage_factor: float = 1.15
+    usage_factor: float = 1.0
     """Times the average that neighbours are taken to use of a device: now and then they all have a little more at once."""
-    spanning_factor: float = 1.2
+    spanning_factor: float = 1.1
     """The same of the work of replicas over several devices."""
     kv_lack_free: float = 0.12
     """The same for KV."""
@@ -197,7 +197,7 @@ class Coordinator:
         record = model.record
         kv_min = kv_least_bytes(record, s.memory.kv_tokens_min)
         alive = now_s - need.last_seen_s < s.forget_s
-        kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas)
+        kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas) if alive else 0.0
         return Need(
             model=record.model_hash,
             load=need.load * (1 - s.lack_free) if alive else 0.0,
@@ -212,7 +212,7 @@ class Coordinator:
             kv_keep_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],
             replicas_min=max(record.min_replicas, int(alive)),
-            replicas_wanted=math.ceil(need.seats / record.max_num_seqs),
+            replicas_wanted=math.ceil(need.seats / record.max_num_seqs) if alive else 0,
             replicas_max=record.max_replicas if model.may_load else min(record.max_replicas, len(model.replicas)),
             co_locates=record.allow_co_location,
             load_s=model.load_s,
@@ -260,10 +260,13 @@ class Coordinator:
             return None
         self._replanned_s = now_s
         found = plan(look.problem, trials_max=s.trials_max, keep=True)
+        lacking = layout.lost()
         layout.keep = True
-        gained = layout.score().total - found.score.total
+        now = layout.score()
         layout.keep = False
-        if gained < s.replan_gain:
+        # What is lacking only beside the most of lately is no reason to move, but nothing may be lost by it.
+        gained = (now.total - now.lost) - (found.score.total - found.score.lost) + max(0.0, lacking - found.score.lost)
+        if gained < s.replan_gain or found.score.lost > max(now.lost, lacking) + 1e-9:
             return None
         return Layout(look.problem, found.blocks)
 

@@ -25,8 +25,8 @@ class NeedSettings:
     """Numbers found by simulation (ops/decisions/0010)."""
 
     headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
-    prefill_factor: float = 1.1
-    decode_factor: float = 1.1
+    prefill_factor: float = 1.0
+    decode_factor: float = 1.0
     """Room over the means."""
     chunk_tokens: int = 4096
     """Prompt tokens that one step takes while prompts queue (``workers.core.pulling`` and the engine's own limit)."""

@@ -100,7 +100,6 @@ def test_a_replica_over_several_devices_is_started_on_linked_ones() -> None:
     assert world.of(large, ready=True)
 
 
-@pytest.mark.xfail(reason="plans count on models that may not load; the scheduler drops their starts")
 def test_a_model_that_may_not_load_is_not_planned_for() -> None:
     """One that backs off after a failed load, or is held down, is left alone until it may (SCH-11)."""
     held = model("8B", "held", rate("8B", 0.5))
@@ -135,7 +134,6 @@ def test_a_load_that_ends_gives_its_devices_up_and_keeps_one_replica_for_a_while
     assert not world.starts(after_s=BEGIN_S + 60.0)
 
 
-@pytest.mark.xfail(reason="fading means never reach nothing: a last replica is lacked for a load of 1e-9")
 def test_a_model_that_nobody_asks_for_is_forgotten() -> None:
     """The last replica goes too when nobody has asked for ``forget_s`` (SCH-4)."""
     ends = step("8B", 0.5, 0.0, 30.0)
@@ -181,10 +179,7 @@ def test_two_small_loads_are_brought_together_when_all_is_calm() -> None:
     "loads",
     [
         (1.2, 0.4, 0.1),
-        pytest.param(
-            (1.6, 0.7, 0.1),
-            marks=pytest.mark.xfail(reason="a move is begun each second and given up at the next look"),
-        ),
+        (1.6, 0.7, 0.1),
     ],
 )
 def test_a_steady_load_is_left_alone(loads: tuple[float, float, float]) -> None:
@@ -274,9 +269,7 @@ def test_gold_keeps_its_capacity_when_bronze_wants_more_than_there_is() -> None:
     "bronze",
     [
         2.0,
-        pytest.param(
-            9.0, marks=pytest.mark.xfail(reason="the seats that Bronze would need are a floor that Gold cannot pass")
-        ),
+        9.0,
     ],
 )
 def test_gold_takes_capacity_from_bronze_when_it_needs_more(bronze: float) -> None:

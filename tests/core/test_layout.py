@@ -164,7 +164,6 @@ def test_free_memory_is_shared_out_by_what_neighbours_want() -> None:
     assert layout.lack(0) == layout.lack(1) == pytest.approx(0.5)
 
 
-@pytest.mark.xfail(reason="what a loading replica holds beyond its least is not counted as its model's KV")
 def test_the_kv_that_a_loading_replica_holds_is_its_models() -> None:
     """It has got its part of the free memory; what is left is for its neighbour (SCH-8, SCH-13)."""
     needs = (need("a", load=0.1, gb=20, kv_bytes=40 * GB), need("b", load=0.1, gb=10, kv_bytes=GB / 2))
