@@ -115,7 +115,7 @@ class HeldRequest:
             self.phase = Phase.FINISHED
 
     def grow(self, block_size: int, pages_max: int) -> None:
-        """An answer that is longer than was expected holds more pages than were set aside for it: nobody else can have them."""
+        """An answer longer than expected holds more pages than were set aside for it: nobody else can have them."""
         tokens = self.profile.input_tokens + sum(self.next_indexes.values())
         self.pages = max(self.pages, min(pages_for(tokens, block_size), pages_max))
 
