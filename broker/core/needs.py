@@ -50,9 +50,9 @@ class NeedSettings:
     """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
     missed_memory_s: float = 30.0
     missed_prior: float = 20.0
-    missed_free: float = 0.008
+    missed_free: float = 0.005
     """Share of requests that may miss their targets before more is asked for than is reckoned,"""
-    boost_missed: float = 0.12
+    boost_missed: float = 0.16
     """by so much per second and share above it,"""
     boost_wait_share: float = 0.5
     boost_waiting: float = 0.012
