@@ -46,6 +46,16 @@ class SpareChooser:
                 for site in block.sites:
                     self._free[site] -= wanted
 
+        # What does not depend on the newcomer, once for all of them: there may be a thousand sites and hundreds of models.
+        self._tenant: dict[int, str] = {}
+        """By site with room for a spare: whose models live there."""
+        for site in range(len(problem.sites)):
+            on = [problem.needs[layout.blocks[number].need] for number in layout.on(site)]
+            if not on or len(on) >= problem.sites[site].residents_max:
+                continue
+            if all(need.co_locates and need.share_min <= SHARE_MIN_MAX and need.tenant == on[0].tenant for need in on):
+                self._tenant[site] = on[0].tenant
+
     def choose(self, kept: dict[ReplicaId, Block], level: float, count_max: int) -> Spares:
         """Spares that cover ``level`` times the rate at which a model's work comes while it comes, those most in want first.
 
@@ -80,21 +90,17 @@ class SpareChooser:
                 if look.ready(block.replica):
                     spares.share[need.model] = spares.share.get(need.model, 0.0) + SPARE_SHARE
         if chosen < count and look.models[index].may_load:
-            sites = [site for site in range(len(problem.sites)) if self._fits(site, need, taken)]
+            sites = [site for site in self._tenant if self._fits(site, need, taken)]
             sites.sort(key=lambda site: (self._residents[site], -self._free[site], site))
             for site in sites[: count - chosen]:
                 spares.new.append(Block(index, (site,)))
                 self._use(site, need, taken)
 
     def _fits(self, site: int, need: Need, taken: set[int]) -> bool:
-        layout, problem = self._layout, self._look.problem
-        place = problem.sites[site]
-        if site in taken or not layout.used(site) or self._residents[site] >= place.residents_max:
+        place = self._look.problem.sites[site]
+        if self._free[site] < need.bytes_min or site in taken or self._residents[site] >= place.residents_max:
             return False
-        if self._free[site] < need.bytes_min or place.kind not in need.rates:
-            return False
-        others = [problem.needs[layout.blocks[number].need] for number in layout.on(site)]
-        return all(other.co_locates and other.tenant == need.tenant and other.share_min <= SHARE_MIN_MAX for other in others)
+        return place.kind in need.rates and self._tenant.get(site) == need.tenant
 
     def _use(self, site: int, need: Need, taken: set[int]) -> None:
         self._free[site] -= need.bytes_min
