@@ -77,10 +77,8 @@ class CoordinatorSettings:
     """A model without any request for so long need not be resident."""
     lack_free: float = 0.06
     """Share of a need that may be lacking before anything is done: what is given up must leave all of it."""
-    usage_factor: float = 1.0
-    """Times the average that neighbours are taken to use of a device: now and then they all have a little more at once."""
     spanning_factor: float = 1.1
-    """The same of the work of replicas over several devices."""
+    """Times its work that a replica over several devices takes of each in its neighbours' eyes."""
     kv_lack_free: float = 0.12
     """The same for KV."""
     spare_level: float = 1.3
@@ -223,9 +221,7 @@ class Coordinator:
         alone = standing(model, costs)
         fewest = math.ceil(need.load / max(0.2, 1.0 - alone))
         work = need.mean + need.decode
-        return min(
-            1.0, self.settings.usage_factor * (work / max(1, fewest, len(model.replicas) - 1) + alone * need.activity)
-        )
+        return min(1.0, work / max(1, fewest, len(model.replicas) - 1) + alone * need.activity)
 
     # ----------------------------------------------------------------------------------------------------------- planning
 

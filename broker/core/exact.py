@@ -31,7 +31,8 @@ class Solution:
     """The best layout found, and what no layout can be better than.
 
     ``worth`` and ``bound`` are in the units of ``Score.total``. ``score`` may be a little worse than ``worth``: it shares
-    out free memory by what models want, the program in the best way.
+    out free memory by what models want, the program in the best way; and of a replica over several shared devices the
+    program takes only the slowest into account (``layout.share_of_all`` takes a little more off).
     """
 
     blocks: tuple[Block, ...]
@@ -202,9 +203,10 @@ class _Program:
             if wanted.load > 0:
                 row = {self.lack[need]: wanted.load, **self._carried_by(need)}
                 self.rows.append((wanted.load, infinite, row))
-            if wanted.replicas_min:
-                row = {self.lack[need]: float(wanted.replicas_min), **self._replicas(need)}
-                self.rows.append((float(wanted.replicas_min), infinite, row))
+            seats = max(wanted.replicas_min, wanted.replicas_wanted)
+            if seats:
+                row = {self.lack[need]: float(seats), **self._replicas(need)}
+                self.rows.append((float(seats), infinite, row))
             if wanted.replicas_max < len(self.problem.sites) * 8:
                 self.rows.append((-infinite, float(wanted.replicas_max), self._replicas(need)))
             if need in kv:

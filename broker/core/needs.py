@@ -25,9 +25,6 @@ class NeedSettings:
     """Numbers found by simulation (ops/decisions/0010)."""
 
     headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
-    prefill_factor: float = 1.0
-    decode_factor: float = 1.0
-    """Room over the means."""
     chunk_tokens: int = 4096
     """Prompt tokens that one step takes while prompts queue (``workers.core.pulling`` and the engine's own limit)."""
     keep_s: float = 8.0
@@ -112,21 +109,6 @@ class Lengths:
             self._bins = [count / 2 for count in self._bins]
             self._total /= 2
 
-    def share_above(self, prefill_s: float) -> float:
-        """The share of requests whose prompts take longer."""
-        if not self._total:
-            return 0.0
-        if prefill_s <= BIN_FIRST_S:
-            return 1.0
-        place = math.ceil(math.log(prefill_s / BIN_FIRST_S) / math.log(BIN_RATIO) - 0.5)
-        return sum(self._bins[max(place, 0) :]) / self._total
-
-    def mean(self) -> float:
-        """Mean prefill time."""
-        if not self._total:
-            return 0.0
-        return sum(count * BIN_FIRST_S * BIN_RATIO**place for place, count in enumerate(self._bins)) / self._total
-
     def above(self, share: float) -> float:
         """The prefill time that only this share of requests exceeds."""
         left = self._total * share
@@ -189,8 +171,8 @@ class ModelNeed:
 
 FINISHED_MIN = 20
 SEATS_FACTOR = 1.12
-SHARES = (0.24, 0.32, 0.4, 0.48, 0.6, 0.75, 0.9)
-"""Shares of a device's time that are told apart."""
+SHARE_MIN_MOST = 0.9
+"""A model is never said to need more of its devices' time than this."""
 
 
 class _Tracker:
@@ -213,7 +195,6 @@ class _Tracker:
         "share_most",
         "tokens_in",
         "tokens_out",
-        "waited_s",
     )
 
     def __init__(self, row: int, settings: NeedSettings) -> None:
@@ -223,7 +204,6 @@ class _Tracker:
         self.boost = 0.0
         """By how much more is asked for than is reckoned, since that was too little lately."""
         self.finished_lately = self.missed_lately = 0.0
-        self.waited_s = -math.inf
         self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
@@ -274,7 +254,7 @@ class Needs:
             need.share = shares.get(model.record.model_hash, 0.0)
             tracker.followed_s = now_s
             self._follow(now_s, min(max(1e-3, gone_s), 5.0), model, costs, tracker)
-            need.mean = means[row] * s.prefill_factor
+            need.mean = means[row]
             # While prompts queue each step takes a chunk of them, and decodes once beside it.
             chunk_s = costs.prefill_token_s * s.chunk_tokens
             batch = need.running / max(1, len(model.replicas))
@@ -354,7 +334,7 @@ class Needs:
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
         tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
         by_running = model.running * token_s / tpot_s
-        need.decode = max(tracker.decode * s.decode_factor, by_running)
+        need.decode = max(tracker.decode, by_running)
         tracker.load_most.span_s = max(s.keep_s, s.keep_lives * life_s)
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
@@ -366,10 +346,8 @@ class Needs:
         need.seats = tracker.seats_most.add(now_s, SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
         need.share_min = min(
-            SHARES[-1], tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
+            SHARE_MIN_MOST, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
         )
-        if model.oldest_wait_s > 0.25 * model.record.sla.ttft_p95_ms / 1000:
-            tracker.waited_s = now_s
         self._correct(gone_s, model, tracker)
         need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
