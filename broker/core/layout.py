@@ -127,6 +127,51 @@ class Score(NamedTuple):
     total: float
 
 
+class _Lacks:
+    """What each model lacks, as far as it is known, and what all of that is worth.
+
+    A value is what it was when it was last asked for after one of the model's blocks, or of its neighbours', had changed;
+    ``at`` is the state of the layout at that time.
+    """
+
+    __slots__ = ("at", "known", "stale", "terms", "total")
+
+    def __init__(self, needs: int) -> None:
+        self.at = [-1] * needs
+        self.known: list[float | None] = [None] * needs
+        self.stale = list(range(needs))
+        """All that are not known, and others."""
+        self.terms = [0.0] * needs
+        """Value times lack."""
+        self.total = 0.0
+        """Of the terms, while none is stale."""
+
+    def forget_but(self, state: int) -> None:
+        """All are to be asked for anew but those that were reckoned in this state."""
+        known = self.known
+        for need, at in enumerate(self.at):
+            if at != state and known[need] is not None:
+                known[need] = None
+                self.stale.append(need)
+
+
+@dataclass(slots=True)
+class _Change:
+    """A block that came or went, and what was true before, so that a rollback need not reckon again."""
+
+    number: int
+    block: Block
+    added: bool
+    state: int
+    made: int
+    """The state before, and the one that it made."""
+    carried: list[tuple[int, float]]
+    models: list[tuple[int, float, float | None, int, float]]
+    """Capacity, lack, its state and term."""
+    lacks: _Lacks
+    total: float | None
+
+
 class Layout:
     """A set of blocks that can be changed and taken back. Not thread-safe.
 
@@ -159,14 +204,20 @@ class Layout:
         self._of: list[list[int]] = [[] for _ in problem.needs]
         self._carried: dict[int, float] = {}
         self._capacity = [0.0] * len(problem.needs)
-        self._lacks: list[float | None] = [None] * len(problem.needs)
+        self._state = self._states = 0
+        """Each change makes a new state; a rollback leads back to an old one."""
+        self._lacks_now, self._lacks_keep = _Lacks(len(problem.needs)), _Lacks(len(problem.needs))
+        self._lacks = self._lacks_now
         self._used = 0
         self._load_price_s = 0.0
         self._parts = 0
-        self._journal: list[tuple[int, Block, bool]] = []
+        self._journal: list[_Change] = []
         for block in blocks:
             self._put(self._number(), block)
-        self.trials = 0
+        for number, block in self.blocks.items():
+            self._carried[number] = self._carries(block)
+        for model in range(len(problem.needs)):
+            self._capacity[model] = self._capacity_of(model)
 
     # ------------------------------------------------------------------------------------------------------------ reading
 
@@ -179,7 +230,9 @@ class Layout:
     def keep(self, keep: bool) -> None:
         if keep is not self._keep:
             self._keep = keep
-            self._lacks = [None] * len(self._lacks)
+            self._lacks = self._lacks_keep if keep else self._lacks_now
+            self._lacks.forget_but(self._state)
+            self._states += 1
 
     def on(self, site: int) -> list[int]:
         """Numbers of the blocks on a site."""
@@ -261,9 +314,12 @@ class Layout:
 
     def lack(self, need: int) -> float:
         """Share of a model's load that is not carried, for want of time, of replicas or of KV memory."""
-        known = self._lacks[need]
+        lacks = self._lacks
+        known = lacks.known[need]
         if known is None:
-            known = self._lacks[need] = self._lack(need)
+            known = lacks.known[need] = self._lack(need)
+            lacks.at[need] = self._state
+            lacks.terms[need] = self.problem.needs[need].value * known
         return known
 
     def _lack(self, need: int) -> float:
@@ -283,14 +339,18 @@ class Layout:
 
     def lost(self) -> float:
         """The value of all load that is not carried."""
-        lost = 0.0
-        for index, need in enumerate(self.problem.needs):
-            lack = self._lacks[index]
-            if lack is None:
-                lack = self.lack(index)
-            if lack:
-                lost += need.value * lack
-        return lost
+        lacks = self._lacks
+        if lacks.stale:
+            for need in lacks.stale:
+                if lacks.known[need] is None:
+                    self.lack(need)
+            lacks.stale.clear()
+            # One after the other and in order, so that the sum is the same whatever was known.
+            total = 0.0
+            for term in lacks.terms:
+                total += term
+            lacks.total = total
+        return lacks.total
 
     def score(self) -> Score:
         """The worth of the whole layout."""
@@ -337,13 +397,13 @@ class Layout:
         number = self._number()
         block = Block(need, sites)
         self._put(number, block)
-        self._journal.append((number, block, True))
+        self._settle(number, block, True)
         return number
 
     def remove(self, number: int) -> Block:
         """Takes a block away."""
         block = self._take(number)
-        self._journal.append((number, block, False))
+        self._settle(number, block, False)
         return block
 
     def mark(self) -> int:
@@ -352,12 +412,16 @@ class Layout:
 
     def rollback(self, mark: int) -> None:
         """Takes back all changes since ``mark``, the last one first."""
+        if len(self._journal) > mark:
+            self._state = self._journal[mark].state
         while len(self._journal) > mark:
-            number, block, added = self._journal.pop()
-            if added:
-                self._take(number)
+            change = self._journal.pop()
+            if change.added:
+                self._take(change.number)
+                del self._carried[change.number]
             else:
-                self._put(number, block)
+                self._put(change.number, change.block)
+            self._unsettle(change)
 
     def _number(self) -> int:
         self._next += 1
@@ -380,8 +444,6 @@ class Layout:
             self._free[site] += held - own
             if not self._on[site]:
                 self._used -= 1
-        del self._carried[number]
-        self._settle(block)
         return block
 
     def _put(self, number: int, block: Block) -> None:
@@ -401,23 +463,74 @@ class Layout:
                 self._used += 1
             insort(self._on[site], number)
             self._free[site] -= held - own
-        self._settle(block)
 
-    def _settle(self, changed: Block) -> None:
-        """What the blocks beside a changed one, and it, carry now."""
+    def _settle(self, number: int, changed: Block, added: bool) -> None:
+        """What the blocks beside a changed one, and it, carry now. Goes into the journal."""
         self.trials += 1
+        carried, capacity, lacks = self._carried, self._capacity, self._lacks
+        before: list[tuple[int, float]] = []
+        if not added:
+            before.append((number, carried.pop(number)))
         models = {changed.need: None}
         for site in changed.sites:
-            for number in self._on[site]:
-                block = self.blocks[number]
-                self._carried[number] = self._carries(block)
+            for other in self._on[site]:
+                block = self.blocks[other]
+                if other != number:
+                    before.append((other, carried[other]))
+                carried[other] = self._carries(block)
                 models[block.need] = None
+        known, at, terms = lacks.known, lacks.at, lacks.terms
+        change = _Change(
+            number,
+            changed,
+            added,
+            self._state,
+            self._states + 1,
+            before,
+            [(model, capacity[model], known[model], at[model], terms[model]) for model in models],
+            lacks,
+            None if lacks.stale else lacks.total,
+        )
+        self._journal.append(change)
         for model in models:
-            capacity = 0.0
-            for number in self._of[model]:
-                capacity += self._carried[number]
+            capacity[model] = self._capacity_of(model)
+        self._forget(models)
+        self._states += 1
+        self._state = self._states
+
+    def _unsettle(self, change: _Change) -> None:
+        """Carried loads and capacities as they were; a lack only if it was reckoned in the state to which all goes back."""
+        self.trials += 1
+        state = self._state
+        for number, carried in reversed(change.carried):
+            self._carried[number] = carried
+        self._forget([model for model, *_ in change.models])
+        lacks = self._lacks
+        # While only lacks were read since the change, those of all other models are what they were.
+        whole = change.total is not None and change.made == self._states
+        for model, capacity, lack, at, term in change.models:
             self._capacity[model] = capacity
-            self._lacks[model] = None
+            if lacks is change.lacks and lack is not None and at == state:
+                lacks.known[model], lacks.at[model], lacks.terms[model] = lack, at, term
+            else:
+                whole = False
+        if whole and change.total is not None:
+            lacks.stale.clear()
+            lacks.total = change.total
+
+    def _forget(self, models: Iterable[int]) -> None:
+        for lacks in (self._lacks_now, self._lacks_keep):
+            known = lacks.known
+            for model in models:
+                if known[model] is not None:
+                    known[model] = None
+                    lacks.stale.append(model)
+
+    def _capacity_of(self, model: int) -> float:
+        capacity = 0.0
+        for number in self._of[model]:
+            capacity += self._carried[number]
+        return capacity
 
     def _carries(self, block: Block) -> float:
         """What a block that is there carries, at the speed of the slowest of its sites."""
