@@ -7,7 +7,10 @@ share of its device's time at once, while the replicas that the plan adds are st
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from broker.core.layout import Block, Layout, Need
 from broker.core.look import Look
@@ -55,6 +58,14 @@ class SpareChooser:
                 continue
             if all(need.co_locates and need.share_min <= SHARE_MIN_MAX and need.tenant == on[0].tenant for need in on):
                 self._tenant[site] = on[0].tenant
+        self._orders: dict[int, list[tuple[float, int]]] = {}
+        """Those sites by the number of their residents, each with what it has free, negative, in the order of preference."""
+        for site in self._tenant:
+            self._orders.setdefault(self._residents[site], []).append((-self._free[site], site))
+        for order in self._orders.values():
+            order.sort()
+        self._beside: dict[int, list[Block]] = {}
+        """By model: replicas that the plan does without."""
 
     def choose(self, kept: dict[ReplicaId, Block], level: float, count_max: int) -> Spares:
         """Spares that cover ``level`` times the rate at which a model's work comes while it comes, those most in want first.
@@ -63,6 +74,10 @@ class SpareChooser:
         """
         problem = self._look.problem
         spares = Spares()
+        self._beside.clear()
+        for block in problem.placed:
+            if block.replica is not None and block.replica not in kept:
+                self._beside.setdefault(block.need, []).append(block)
         order = []
         for index, seen in enumerate(self._look.needs):
             need = problem.needs[index]
@@ -72,29 +87,34 @@ class SpareChooser:
             if lacking > 0:
                 order.append((-lacking, index))
         for lacking, index in sorted(order):
-            self._for_model(index, min(math.ceil(-lacking / SPARE_SHARE), count_max), kept, spares)
+            self._for_model(index, min(math.ceil(-lacking / SPARE_SHARE), count_max), spares)
         return spares
 
-    def _for_model(self, index: int, count: int, kept: dict[ReplicaId, Block], spares: Spares) -> None:
-        look, layout, problem = self._look, self._layout, self._look.problem
-        need = problem.needs[index]
+    def _for_model(self, index: int, count: int, spares: Spares) -> None:
+        look, layout = self._look, self._layout
+        need = look.problem.needs[index]
         taken = {site for number in layout.of(index) for site in layout.blocks[number].sites}
         chosen = 0
-        for block in problem.placed:
-            if block.need != index or block.replica is None or block.replica in kept:
-                continue
-            if chosen < count and self._fits(block.sites[0], need, taken):
+        for block in self._beside.get(index, ()):
+            if block.replica is not None and chosen < count and self._fits(block.sites[0], need, taken):
                 chosen += 1
                 spares.kept[block.replica] = None
                 self._use(block.sites[0], need, taken)
                 if look.ready(block.replica):
                     spares.share[need.model] = spares.share.get(need.model, 0.0) + SPARE_SHARE
         if chosen < count and look.models[index].may_load:
-            sites = [site for site in self._tenant if self._fits(site, need, taken)]
-            sites.sort(key=lambda site: (self._residents[site], -self._free[site], site))
-            for site in sites[: count - chosen]:
+            for site in list(islice(self._fitting(need, taken), count - chosen)):
                 spares.new.append(Block(index, (site,)))
                 self._use(site, need, taken)
+
+    def _fitting(self, need: Need, taken: set[int]) -> Iterator[int]:
+        """Sites that one more fits on, those with few residents and much room first."""
+        for residents in sorted(self._orders):
+            for free, site in self._orders[residents]:
+                if -free < need.bytes_min:
+                    break
+                if self._fits(site, need, taken):
+                    yield site
 
     def _fits(self, site: int, need: Need, taken: set[int]) -> bool:
         place = self._look.problem.sites[site]
@@ -103,6 +123,10 @@ class SpareChooser:
         return place.kind in need.rates and self._tenant.get(site) == need.tenant
 
     def _use(self, site: int, need: Need, taken: set[int]) -> None:
+        if site in self._tenant:
+            order, entry = self._orders[self._residents[site]], (-self._free[site], site)
+            del order[bisect_left(order, entry)]
+            insort(self._orders.setdefault(self._residents[site] + 1, []), (-self._free[site] + need.bytes_min, site))
         self._free[site] -= need.bytes_min
         self._residents[site] += 1
         taken.add(site)
