@@ -7,7 +7,9 @@ from subjects.errors import ConfigError
 
 RULES = "rules"
 """The scheduler's own rules alone (``broker.core.placement``): models wake on demand, and share by turns."""
-POLICIES = ("carpool", RULES)
+LEARNING = "carpool-learning"
+"""The coordinator, learning which device suits which model while it serves (SCH-10)."""
+POLICIES = ("carpool", LEARNING, RULES)
 DEFAULT_POLICY = "carpool"
 """It decides about models whose costs are known; the others follow the rules beside it."""
 
@@ -23,6 +25,10 @@ def make_policy(name: str) -> Policy | None:
             from broker.core.coordinator import Coordinator
 
             return Coordinator()
+        case "carpool-learning":
+            from broker.core.coordinator import Coordinator, CoordinatorSettings
+
+            return Coordinator(CoordinatorSettings(learns_devices=True))
         case "rules":
             return None
         case _:

@@ -461,6 +461,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Requests preempted since its start."""
     step_s: float = 0.0
     """Running mean of the engine's step time."""
+    hit_ratio: float | None = None
+    """Share of the last prompts' tokens that the engine found in its prefix cache; None where it does not tell."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -792,6 +794,20 @@ class OverrideKind(Enum):
     """Nothing new goes there, and what is there leaves."""
     DEVICE_DRAIN = "device-drain"
     """The same for one device."""
+    EVENT = "event"
+    """Load is expected, under a name of its own."""
+
+
+class DeclaredLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Load that people know of beforehand (SCH-5): while it lasts so many times what it would be, and at least so much."""
+
+    begin_unix_s: float
+    end_unix_s: float
+    model: str = ""
+    """Empty: every model."""
+    factor: float = 1.0
+    at_least: float = 0.0
+    """GPU-seconds of work per second."""
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):
@@ -803,6 +819,8 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
     """``pinned`` or ``unpinned``, or a mode."""
     bound_s: float | None = None
     """Of a drain: how long running requests may take to finish."""
+    load: DeclaredLoad | None = None
+    """Of an event."""
     at_unix_s: float = 0.0
 
 

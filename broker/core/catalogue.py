@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from broker.core.scheduler_events import LoadDeclared
 from subjects.ids import DeviceId, ModelHash, WorkerId
 from subjects.messages import Mode, ModelRecord
 
@@ -54,6 +55,8 @@ class Catalogue:
         """Whether no model wants a device for itself."""
         self.any_stay = False
         """Whether any model is pinned, locked, or has a minimum of replicas."""
+        self.declared: dict[str, LoadDeclared] = {}
+        """Load that people expect, by the name that they gave it."""
         self.all_act = True
         """Whether the scheduler may act by itself for every model."""
         self._of_hash: dict[ModelHash, ModelRecord] = {}
@@ -103,6 +106,16 @@ class Catalogue:
         self._by_hash = sorted(self._of_hash.values(), key=lambda record: record.name)
         self.any_stay = bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
         self.all_act = all(mode is Mode.ACT for mode in self._mode_of.values())
+
+    def declare(self, load: LoadDeclared) -> None:
+        """Load that a person expects; replaces what had this name."""
+        self.declared[load.name] = load
+        self.news += 1
+
+    def withdraw(self, name: str) -> None:
+        """Takes that back; an unknown name is ignored."""
+        self.declared.pop(name, None)
+        self.news += 1
 
     def pin(self, name: str, pinned: bool) -> None:
         """A person's word; it wins over the record's."""

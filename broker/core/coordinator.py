@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from broker.core.capacity import prefill_work_s
 from broker.core.layout import Block, Layout, Need, Prices, Problem, Site
+from broker.core.learning import DeviceScores, LearningSettings
 from broker.core.look import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.memory import Memory, MemorySettings
 from broker.core.needs import ModelNeed, Needs, NeedSettings, standing
@@ -31,6 +32,7 @@ from broker.core.policy import (
     SetReplicaConcurrency,
     StopReplica,
 )
+from broker.core.prospects import Prospects, ProspectsSettings
 from broker.core.spares import SpareChooser, Spares
 from subjects.ids import ModelHash, ReplicaId
 from subjects.messages import ReplicaState, SlaClass, StepCosts
@@ -46,6 +48,10 @@ class CoordinatorSettings:
     needs: NeedSettings = field(default_factory=NeedSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
     prices: Prices = field(default_factory=Prices)
+    prospects: ProspectsSettings | None = field(default_factory=ProspectsSettings)
+    """None: nothing is forecast, and no trigger heard."""
+    learns_devices: bool = False
+    """Routing weights lean towards devices that do better than their profile."""
     look_s: float = 1.0
     """The whole layout is looked at this often even if nobody lacks anything."""
     calm_s: float = 5.0
@@ -108,6 +114,8 @@ class Coordinator:
         self.settings = settings or CoordinatorSettings()
         self.wakes_cold_models = False
         self.needs = Needs(self.settings.needs)
+        scores = DeviceScores(LearningSettings(on=True)) if self.settings.learns_devices else None
+        self.prospects = Prospects(self.settings.prospects, scores) if self.settings.prospects is not None else None
         self._doomed: dict[ReplicaId, str] = {}
         """Replicas that the plan does without, and why."""
         self._closed: dict[ReplicaId, float] = {}
@@ -138,6 +146,14 @@ class Coordinator:
         self._decided_s = now_s
         pairs = self._pairs(view)
         needs = self.needs.look(now_s, pairs, self._spares.share, self._shares)
+        if self.prospects is None:
+            return self._decided(now_s, view, pairs, needs)
+        self.prospects.look(now_s, view, pairs, needs)
+        return self.prospects.told(now_s, self._decided(now_s, view, pairs, needs))
+
+    def _decided(
+        self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]
+    ) -> Decision:
         seen = tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas])
         due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
         if not due and not self._anybody_lacks(needs):
@@ -170,7 +186,8 @@ class Coordinator:
         replicas: dict[ReplicaId, ReplicaView] = {}
         wanted = []
         for index, (model, costs) in enumerate(pairs):
-            wanted.append(self._need(now_s, model, costs, needs[index]))
+            asked = self._need(now_s, model, costs, needs[index])
+            wanted.append(self.prospects.adjusted(asked, needs[index], model) if self.prospects else asked)
             for replica in model.replicas:
                 places = [number[key] for key in replica.devices if key in number]
                 if len(places) == model.record.gpus:
@@ -391,7 +408,7 @@ class Coordinator:
         for replica, block in kept.items():
             if look.ready(replica):
                 share = min(layout.share(block.need, site) for site in block.sites)
-                weights[replica] = share
+                weights[replica] = share * self.prospects.weight(replica) if self.prospects else share
                 self._speed[block.need] += share
         counts = [0] * len(look.models)
         for replica, block in kept.items():

@@ -193,6 +193,11 @@ class Forecaster:
             mean = max(mean * self._factor(at_s, at_s, key[0]), self._at_least(at_s, at_s, key))
         return mean
 
+    def observed_s(self, key: Key) -> float:
+        """How long a key has been observed, gaps left out; 0 for one never seen."""
+        series = self._series.get(key)
+        return float(series.windows * WINDOW_S) if series is not None else 0.0
+
     def declare(self, event: DeclaredEvent) -> None:
         """Adds an event, or replaces the one of its name.
 

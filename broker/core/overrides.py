@@ -12,6 +12,8 @@ from typing import assert_never
 from broker.core.scheduler_events import (
     DeviceLocked,
     DeviceUnlocked,
+    LoadDeclared,
+    LoadWithdrawn,
     ModelLocked,
     ModelPinned,
     ModelUnlocked,
@@ -25,7 +27,7 @@ from broker.core.scheduler_events import (
 )
 from subjects.errors import ConfigError
 from subjects.ids import DeviceId, ReplicaId
-from subjects.messages import Mode, Override, OverrideKind, Overrides
+from subjects.messages import DeclaredLoad, Mode, Override, OverrideKind, Overrides
 
 OVERRIDES_MAX = 10_000
 """So many words of people are kept at once; one more is refused."""
@@ -46,10 +48,10 @@ def with_override(known: Overrides, override: Override) -> Overrides:
     """
     entries = {key_of(entry): entry for entry in known.entries}
     old = entries.get(key_of(override))
-    if old is not None and (old.value, old.bound_s) == (override.value, override.bound_s):
+    if old is not None and (old.value, old.bound_s, old.load) == (override.value, override.bound_s, override.load):
         return known
     if old is None and len(entries) >= OVERRIDES_MAX:
-        raise ConfigError(f"{OVERRIDES_MAX} locks, drains, pins and modes are set already; take some back")
+        raise ConfigError(f"{OVERRIDES_MAX} locks, drains, pins, modes and events are set already; take some back")
     entries[key_of(override)] = override
     return _next(known, entries)
 
@@ -96,6 +98,9 @@ def _set(entry: Override) -> SchedulerEvent:
             return WorkerClosed(entry.about, bound_s=entry.bound_s)
         case OverrideKind.DEVICE_DRAIN:
             return WorkerClosed(*split_device(entry.about), bound_s=entry.bound_s)
+        case OverrideKind.EVENT:
+            load = entry.load or DeclaredLoad(begin_unix_s=0.0, end_unix_s=0.0)
+            return LoadDeclared(entry.about, load.begin_unix_s, load.end_unix_s, load.model, load.factor, load.at_least)
         case _:
             assert_never(entry.kind)
 
@@ -116,6 +121,8 @@ def _taken_back(entry: Override) -> SchedulerEvent:
             return WorkerOpened(entry.about)
         case OverrideKind.DEVICE_DRAIN:
             return WorkerOpened(*split_device(entry.about))
+        case OverrideKind.EVENT:
+            return LoadWithdrawn(entry.about)
         case _:
             assert_never(entry.kind)
 

@@ -50,6 +50,8 @@ from broker.core.scheduler_events import (
     JournalRestored,
     LeadershipGained,
     LeadershipLost,
+    LoadDeclared,
+    LoadWithdrawn,
     ModelApplied,
     ModelLocked,
     ModelPinned,
@@ -183,6 +185,10 @@ class SchedulerCore:
                 self.catalogue.lock(event.name, False)
             case ModeSet():
                 self.catalogue.set_mode(event.name, event.mode)
+            case LoadDeclared():
+                self.catalogue.declare(event)
+            case LoadWithdrawn():
+                self.catalogue.withdraw(event.name)
             case DrainRequested():
                 self._drain_requested(now_s, event, out)
             case WorkerClosed():
@@ -220,6 +226,7 @@ class SchedulerCore:
             case Ticked():
                 self._unix_offset_s = event.unix_s - now_s
                 self.transactions.orders.unix_offset_s = self.outcomes.unix_offset_s = self._unix_offset_s
+                self.views.unix_offset_s = self._unix_offset_s
                 self._tick(now_s, out)
             case _:
                 assert_never(event)

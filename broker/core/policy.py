@@ -59,6 +59,10 @@ class ReplicaView:
     last_used_s: float
     stays: bool
     """Pinned, locked or needed for its model's minimum: actions against it are dropped."""
+    hit_ratio: float | None = None
+    """Share of the last prompts' tokens that its engine found in its prefix cache; None where it does not tell."""
+    step_s: float | None = None
+    """Running mean of its engine's step time; None where it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,19 @@ class ModelView:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedLoad:
+    """Load that people have declared beforehand: so many times what it would be, and at least so much work per second."""
+
+    name: str
+    begin_unix_s: float
+    end_unix_s: float
+    model_hash: ModelHash | None = None
+    """None: every model."""
+    factor: float = 1.0
+    at_least: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PoolView:
     """All that a policy may know. Mappings are in order of their keys."""
 
@@ -106,6 +123,10 @@ class PoolView:
     models: dict[ModelHash, ModelView]
     devices: dict[DeviceKey, DeviceView]
     models_per_device_max: int
+    unix_offset_s: float = 0.0
+    """Added to ``now_s`` it gives wall-clock time: where in the day this is."""
+    events: tuple[ExpectedLoad, ...] = ()
+    """In order of their names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,6 +210,28 @@ class ModeSet:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadDeclared:
+    """A person knows of load beforehand: a launch, a sale, a nightly batch. Replaces what was declared by this name."""
+
+    name: str
+    begin_unix_s: float
+    end_unix_s: float
+    model: str = ""
+    """Its name; empty: every model."""
+    factor: float = 1.0
+    """So many times what the load would be."""
+    at_least: float = 0.0
+    """GPU-seconds of work per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWithdrawn:
+    """A person took that back."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """A person wants one replica out, locked, pinned or not. ``interrupt`` does not let its requests finish there."""
 
@@ -325,6 +347,8 @@ SchedulerEvent = (
     | ModelLocked
     | ModelUnlocked
     | ModeSet
+    | LoadDeclared
+    | LoadWithdrawn
     | DrainRequested
     | WorkerClosed
     | WorkerOpened

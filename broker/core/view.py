@@ -5,7 +5,7 @@ from __future__ import annotations
 from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.describe import load_s_guess
 from broker.core.planning import Planner
-from broker.core.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
+from broker.core.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
 from broker.core.pool import COMING, Demand, Device, Flow, Pool, Replica, Reservation
 from broker.core.scheduler_events import MODELS_PER_DEVICE, SchedulerSettings
 from broker.core.transactions import Transactions
@@ -35,6 +35,10 @@ class ViewBuilder:
         self._replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = {}
         self.needs_costs = False
         """Whether the policy knows nothing of a model without costs."""
+        self.unix_offset_s = 0.0
+        """Added to the scheduler's clock it gives wall-clock time."""
+        self._events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
+        """As of so much news in the catalogue."""
         self._kinds_of: list[Device] | None = None
         self._kinds: tuple[str, ...] = ()
 
@@ -60,7 +64,25 @@ class ViewBuilder:
             models=models,
             devices=self._devices(self._held(unpriced, coming)),
             models_per_device_max=self._settings.models_per_device_max or MODELS_PER_DEVICE,
+            unix_offset_s=self.unix_offset_s,
+            events=self._expected(),
         )
+
+    def _expected(self) -> tuple[ExpectedLoad, ...]:
+        """What people have declared, for models that are there."""
+        catalogue = self._catalogue
+        if self._events[0] != catalogue.news:
+            events = []
+            for name in sorted(catalogue.declared):
+                load = catalogue.declared[name]
+                record = catalogue.records.get(load.model)
+                if record is not None or not load.model:
+                    model_hash = record.model_hash if record is not None else None
+                    events.append(
+                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, model_hash, load.factor, load.at_least)
+                    )
+            self._events = (catalogue.news, tuple(events))
+        return self._events[1]
 
     def priced(self, record: ModelRecord) -> bool:
         """Whether the policy decides about a model. One that needs costs does so where they are known for some kind of
@@ -179,6 +201,8 @@ class ViewBuilder:
             report.kv_pages_free,
             replica.last_used_s if ready else since_s,
             stays,
+            report.hit_ratio,
+            report.step_s or None,
         )
         self._replicas[replica.replica] = (report, stays, view)
         return view
