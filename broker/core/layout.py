@@ -345,11 +345,7 @@ class Layout:
                 if lacks.known[need] is None:
                     self.lack(need)
             lacks.stale.clear()
-            # One after the other and in order, so that the sum is the same whatever was known.
-            total = 0.0
-            for term in lacks.terms:
-                total += term
-            lacks.total = total
+            lacks.total = float(sum(lacks.terms))
         return lacks.total
 
     def score(self) -> Score:
@@ -399,6 +395,41 @@ class Layout:
         self._put(number, block)
         self._settle(number, block, True)
         return number
+
+    def lost_with(self, need: int, site: int) -> float:
+        """What would be lost with one more block on one site: the same numbers, at the same count of trials, as adding it,
+        asking and rolling back, without the books in between. All lacks must be known (``lost``)."""
+        self.trials += 2
+        number = self._number()
+        block = Block(need, (site,))
+        on, of, free_bytes = self._on[site], self._of[need], self._free[site]
+        capacity, carried, terms = self._capacity, self._carried, self._lacks.terms
+        own = self._left_bytes.get(block.place, 0) if self._left_bytes and self.is_there(block.place) else 0
+        self.blocks[number] = block
+        on.append(number)  # The highest number of all.
+        of.append(number)
+        self._free[site] = free_bytes - self.problem.needs[need].bytes_min + own
+        before = [carried[other] for other in on[:-1]]
+        models = {need: None}
+        for other in on:
+            beside = self.blocks[other]
+            carried[other] = self._carries(beside)
+            models[beside.need] = None
+        had = [(model, capacity[model], terms[model]) for model in models]
+        for model in models:
+            capacity[model] = self._capacity_of(model)
+            terms[model] = self.problem.needs[model].value * self._lack(model)
+        lost = float(sum(terms))
+        on.pop()
+        of.pop()
+        del self.blocks[number], carried[number]
+        self._free[site] = free_bytes
+        for other, share in zip(on, before, strict=True):
+            carried[other] = share
+        for model, was, term in had:
+            capacity[model], terms[model] = was, term
+        self._forget([model for model in models if self._lacks.at[model] != self._state])
+        return lost
 
     def remove(self, number: int) -> Block:
         """Takes a block away."""

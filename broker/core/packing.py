@@ -98,9 +98,12 @@ class Search:
         best: tuple[float, int] | None = None
         options = self._options(need, new_devices, shut)
         for index, option in enumerate(options):
-            mark = layout.mark()
-            gain = self._gain(need, option)
-            layout.rollback(mark)
+            if not option.leave and len(option.sites) == 1:
+                gain = self._gain_of(need, option.sites)
+            else:
+                mark = layout.mark()
+                gain = self._gain(need, option)
+                layout.rollback(mark)
             if gain is not None and (best is None or gain > best[0] + 1e-12):
                 best = (gain, index)
         if best is None:
@@ -111,7 +114,6 @@ class Search:
     def _gain(self, need: int, option: _Option) -> float | None:
         """Makes a change and returns what it is worth; None (and a layout to be rolled back) when that is nothing."""
         layout = self.layout
-        prices = layout.problem.prices
         lost, devices = layout.lost(), layout.devices
         for number in option.leave:
             layout.remove(number)
@@ -119,11 +121,25 @@ class Search:
         if option.sites:
             if not layout.fits(need, option.sites):
                 return None
-            if not layout.is_there((need, option.sites)):
-                price = layout.problem.needs[need].load_s * prices.load * len(option.sites)
+            price = self._load_price(need, option.sites)
             layout.add(need, option.sites)
-        won = lost - layout.lost()
-        price += prices.device * (layout.devices - devices)
+        return self._worth(lost - layout.lost(), price, layout.devices - devices)
+
+    def _gain_of(self, need: int, sites: tuple[int, ...]) -> float | None:
+        """What a block on one site is worth, where it fits (``_places``); changes nothing."""
+        layout = self.layout
+        lost = layout.lost()
+        won = lost - layout.lost_with(need, sites[0])
+        return self._worth(won, self._load_price(need, sites), 0 if layout.used(sites[0]) else 1)
+
+    def _load_price(self, need: int, sites: tuple[int, ...]) -> float:
+        problem = self.layout.problem
+        if self.layout.is_there((need, sites)):
+            return 0.0
+        return problem.needs[need].load_s * problem.prices.load * len(sites)
+
+    def _worth(self, won: float, price: float, devices: int) -> float | None:
+        price += self.layout.problem.prices.device * devices
         if won <= price + 1e-9:
             return None
         return won / (price + THRIFT) if self.thrifty else won - price
