@@ -1,4 +1,5 @@
-"""The verbs by which people overrule the scheduler: lock, unlock, drain, mode, pin, unpin (SCH-9, SCH-11).
+"""The verbs by which people overrule the scheduler: lock, unlock, drain, mode, pin, unpin, and tell it of load that comes:
+declare, withdraw (SCH-5, SCH-9, SCH-11).
 
 What they say is kept as :class:`subjects.messages.Overrides`, but for the drain of one replica, which is an act and not a
 state. Each verb names exactly one thing: a model, a device, a worker or a replica.
@@ -17,13 +18,16 @@ from broker.core.scheduler_events import DrainRequested, SchedulerEvent
 from broker.overrides_sync import OverridesSync
 from broker.registry_sync import RegistrySync
 from subjects.errors import ConfigError
-from subjects.ids import DeviceId, ReplicaId, WorkerId, base_name
-from subjects.messages import Mode, ModelRecord, Override, OverrideKind, Overrides
+from subjects.ids import DeviceId, ReplicaId, WorkerId, base_name, is_token
+from subjects.messages import DeclaredLoad, Mode, ModelRecord, Override, OverrideKind, Overrides
 
 DRAIN_BOUND_S_MAX = 3600.0
 """The longest that a drain may wait for running requests."""
 REPLICA_LOCK_KEPT_S = 3600.0
 """The lock of a replica that is gone is forgotten after this time, at the next change."""
+EVENT_KEPT_S = 24 * 3600.0
+"""An event that is over is forgotten after this time, at the next change."""
+FACTOR_MAX = 1000.0
 RECORD_MODE = "default"
 """The mode that gives the record its say again."""
 
@@ -54,6 +58,8 @@ class People:
             "mode": self._mode,
             "pin": self._pin,
             "unpin": self._unpin,
+            "declare": self._declare,
+            "withdraw": self._withdraw,
         }
 
     # ------------------------------------------------------------------------------------------------------------- verbs
@@ -86,7 +92,7 @@ class People:
             self._step(DrainRequested(replica.replica, bound_s=bound_s))
             return {"replica": name, "replicas": 1, "running": replica.report.running, "changed": True}
         kind = OverrideKind.DEVICE_DRAIN if what == "device" else OverrideKind.WORKER_DRAIN
-        changed = await self._set(kind, name, bound_s=bound_s)
+        # Counted before it is told: the first may be gone before the words are stored.
         leaving = [
             replica
             for replica in self._core.pool.replicas.values()
@@ -94,6 +100,7 @@ class People:
             and name in (base_name(replica.worker), device_name(base_name(replica.worker), replica.report.device))
         ]
         running = sum(replica.report.running for replica in leaving)
+        changed = await self._set(kind, name, bound_s=bound_s)
         return {what: name, "replicas": len(leaving), "running": running, "changed": changed}
 
     async def _mode(self, argument: Row) -> Row:
@@ -117,6 +124,26 @@ class People:
         await self._set(OverrideKind.PIN, record.name, value=UNPINNED)
         return {"name": record.name, "pinned": False}
 
+    async def _declare(self, argument: Row) -> Row:
+        """Load that is expected: ``name``, ``begin_unix_s``, ``end_unix_s``, ``factor`` or ``at_least``, and ``model``
+        (without it: every model)."""
+        name = _event_name(argument)
+        model = self.model(argument).name if argument.get("model") else ""
+        begin, end = (_number(argument, key, 0.0, 1e11) for key in ("begin_unix_s", "end_unix_s"))
+        factor = _number(argument, "factor", 0.01, FACTOR_MAX, 1.0)
+        at_least = _number(argument, "at_least", 0.0, 1e6, 0.0)
+        if end <= max(begin, self._unix_s()):
+            raise ConfigError("end: the event must end after it begins, and later than now")
+        if factor == 1.0 and not at_least:
+            raise ConfigError("factor: say how many times the load is meant (or at_least, in devices)")
+        load = DeclaredLoad(begin_unix_s=begin, end_unix_s=end, model=model, factor=factor, at_least=at_least)
+        changed = await self._set(OverrideKind.EVENT, name, load=load)
+        return {"event": name, "model": model, "changed": changed}
+
+    async def _withdraw(self, argument: Row) -> Row:
+        name = _event_name(argument)
+        return {"event": name, "changed": await self._take_back([(OverrideKind.EVENT.value, name)])}
+
     async def forget_model(self, name: str) -> None:
         """What was said about a model that is deleted goes with it.
 
@@ -137,25 +164,54 @@ class People:
                 "since_unix_s": entry.at_unix_s,
             }
             for entry in self._overrides.known.entries
+            if entry.kind is not OverrideKind.EVENT
+        ]
+
+    def events(self) -> list[Row]:
+        """Load that people have declared, for ``carpool event list``."""
+        return [
+            {
+                "event": entry.about,
+                "model": entry.load.model,
+                "begin_unix_s": entry.load.begin_unix_s,
+                "end_unix_s": entry.load.end_unix_s,
+                "factor": entry.load.factor,
+                "at_least": entry.load.at_least,
+            }
+            for entry in self._overrides.known.entries
+            if entry.load is not None
         ]
 
     # ----------------------------------------------------------------------------------------------------------- storing
 
-    async def _set(self, kind: OverrideKind, about: str, *, value: str = "", bound_s: float | None = None) -> bool:
-        override = Override(kind=kind, about=about, value=value, bound_s=bound_s, at_unix_s=self._unix_s())
+    async def _set(
+        self,
+        kind: OverrideKind,
+        about: str,
+        *,
+        value: str = "",
+        bound_s: float | None = None,
+        load: DeclaredLoad | None = None,
+    ) -> bool:
+        override = Override(kind=kind, about=about, value=value, bound_s=bound_s, load=load, at_unix_s=self._unix_s())
         return await self._overrides.change(lambda known: with_override(self._pruned(known), override))
 
     async def _take_back(self, keys: list[Key]) -> bool:
         return await self._overrides.change(lambda known: without(known, keys))
 
     def _pruned(self, known: Overrides) -> Overrides:
-        """Without locks of replicas that are gone for long: an incarnation is never reused."""
+        """Without locks of replicas that are gone for long (an incarnation is never reused), and without past events."""
         over = [
             (entry.kind.value, entry.about)
             for entry in known.entries
             if entry.kind is OverrideKind.REPLICA_LOCK
             and ReplicaId(entry.about) not in self._core.pool.replicas
             and self._unix_s() - entry.at_unix_s > REPLICA_LOCK_KEPT_S
+        ]
+        over += [
+            (entry.kind.value, entry.about)
+            for entry in known.entries
+            if entry.load is not None and self._unix_s() - entry.load.end_unix_s > EVENT_KEPT_S
         ]
         return without(known, over)
 
@@ -221,6 +277,22 @@ class People:
         if full not in known and (must_exist or not slash):
             raise ConfigError(f"device: {name!r} is not known, or not alone; known devices: {', '.join(known) or 'none'}")
         return full
+
+
+def _event_name(argument: Row) -> str:
+    name = argument.get("name")
+    if not isinstance(name, str) or not is_token(name):
+        raise ConfigError("name: give the event a name of letters, digits, - and _")
+    return name
+
+
+def _number(argument: Row, key: str, least: float, most: float, default: float | None = None) -> float:
+    value = argument.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{key}: give a number")
+    if not least <= value <= most:
+        raise ConfigError(f"{key}: give {least:g} to {most:g}")
+    return float(value)
 
 
 def _bound_s(argument: Row) -> float | None:

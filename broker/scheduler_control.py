@@ -166,6 +166,7 @@ class Control:
             "queues": self._queues,
             "timeline": self._timeline,
             "locks": self._people.rows,
+            "events": self._people.events,
         }
         what = argument.get("what")
         if what not in views:

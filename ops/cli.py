@@ -10,6 +10,7 @@ import click
 
 from ops.calibrate_cli import calibrate
 from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.event_cli import event
 from ops.people_cli import drain, explain, lock, mode, unlock
 from ops.simulate_cli import simulate
 
@@ -55,12 +56,13 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------- running parts
 
-_POLICIES = ("carpool", "rules")
+_POLICIES = ("carpool", "carpool-learning", "rules")
 _RECORDING = click.Path(path_type=Path, dir_okay=False)
 _policy = click.option(
     "--policy",
     type=click.Choice(_POLICIES),
-    help="Who decides: the coordinator (carpool, the default; models without costs follow the rules), or the rules alone.",
+    help="Who decides: the coordinator (carpool, the default; models without costs follow the rules), the same while it "
+    "learns which device suits which model (carpool-learning), or the rules alone.",
 )
 
 
@@ -432,7 +434,7 @@ def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
 
 main.add_command(simulate)
 main.add_command(calibrate)
-for command in (explain, lock, unlock, drain, mode):
+for command in (explain, lock, unlock, drain, mode, event):
     main.add_command(command)
 
 

@@ -93,6 +93,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Seconds since the engine's start in which a step ran; 0 from an engine that does not tell."""
     preemptions: int = 0
     step_s: float = 0.0
+    hit_ratio: float | None = None
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):

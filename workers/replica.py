@@ -588,6 +588,7 @@ class Replica:
                         busy_s=engines.busy_s,
                         preemptions=engines.preemptions,
                         step_s=engines.step_s,
+                        hit_ratio=engines.hit_ratio,
                     )
                 )
             await asyncio.sleep(REPORT_EVERY_S)

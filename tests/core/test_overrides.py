@@ -13,6 +13,8 @@ from broker.core.overrides import changes, device_name, key_of, split_device, wi
 from broker.core.scheduler_events import (
     DeviceLocked,
     DeviceUnlocked,
+    LoadDeclared,
+    LoadWithdrawn,
     ModelLocked,
     ModelPinned,
     ModelUnlocked,
@@ -26,7 +28,7 @@ from broker.core.scheduler_events import (
 )
 from subjects.errors import ConfigError
 from subjects.ids import DeviceId, ReplicaId
-from subjects.messages import Mode, Override, OverrideKind, Overrides
+from subjects.messages import DeclaredLoad, Mode, Override, OverrideKind, Overrides
 
 GPU = DeviceId("gpu0")
 EVENTS: list[tuple[Override, SchedulerEvent, SchedulerEvent]] = [
@@ -46,6 +48,15 @@ EVENTS: list[tuple[Override, SchedulerEvent, SchedulerEvent]] = [
         WorkerOpened("h"),
     ),
     (Override(kind=OverrideKind.DEVICE_DRAIN, about="h/gpu0"), WorkerClosed("h", GPU), WorkerOpened("h", GPU)),
+    (
+        Override(
+            kind=OverrideKind.EVENT,
+            about="launch",
+            load=DeclaredLoad(begin_unix_s=1.0, end_unix_s=2.0, model="m", factor=3.0, at_least=0.5),
+        ),
+        LoadDeclared("launch", 1.0, 2.0, "m", 3.0, 0.5),
+        LoadWithdrawn("launch"),
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from broker.core.scheduler_events import LoadDeclared
 from broker.scheduler import Scheduler
 from profiles.registry import Registry
 from subjects import names
@@ -236,3 +237,26 @@ async def test_an_older_store_does_not_bring_a_lock_back(nats_server: NatsServer
         assert scheduler.overrides.known == newer
         await asyncio.sleep(0.2)
         assert scheduler.registry._registry.overrides() == newer
+
+
+async def test_a_declared_event_is_kept_told_and_taken_back(nats_server: NatsServer, tmp_path: Path) -> None:
+    """It reaches the core with the model's own name, outlives the scheduler, and is no lock (SCH-5)."""
+    async with rig_on(nats_server, tmp_path) as rig:
+        scheduler = await led(rig)
+        await rig.apply(record("a", aliases=("first",)))
+        argument = {"name": "launch", "model": "first", "begin_unix_s": 4e9, "end_unix_s": 5e9, "factor": 3}
+        assert await rig.control("declare", argument) == {"event": "launch", "model": "a", "changed": True}
+        assert (await rig.control("declare", argument))["changed"] is False
+        row = {"event": "launch", "model": "a", "begin_unix_s": 4e9, "end_unix_s": 5e9, "factor": 3.0, "at_least": 0.0}
+        assert await rig.control("get", {"what": "events"}) == [row]
+        assert await rig.control("get", {"what": "locks"}) == []
+        declared = LoadDeclared("launch", 4e9, 5e9, "a", 3.0)
+        assert scheduler.core.catalogue.declared == {"launch": declared}
+        standby = await rig.scheduler("standby")
+        await until(lambda: standby.core.catalogue.declared == {"launch": declared}, "a standby knows it too")
+        assert "later than now" in await refused(rig, "declare", argument | {"end_unix_s": 5.0})
+        assert "how many times" in await refused(rig, "declare", argument | {"factor": 1.0})
+        assert "not applied" in await refused(rig, "declare", argument | {"model": "b"})
+        assert "a name" in await refused(rig, "declare", argument | {"name": "a b"})
+        assert (await rig.control("withdraw", {"name": "launch"}))["changed"] is True
+        assert scheduler.core.catalogue.declared == {} and await rig.control("get", {"what": "events"}) == []

@@ -218,6 +218,7 @@ class AgentCore:
             kv_bytes=replica.record.kv_bytes if replica.state is not ReplicaState.ASLEEP else 0,
             preemptions=replica.preemptions,
             step_s=replica.step_s,
+            hit_ratio=replica.hit_ratio if serves else None,
         )
 
     @staticmethod
@@ -527,6 +528,7 @@ class AgentCore:
                 replica.busy_s = message.busy_s
                 replica.preemptions = message.preemptions
                 replica.step_s = message.step_s
+                replica.hit_ratio = message.hit_ratio
                 replica.counted_s = now_s
                 self._counters_changed |= counters != (replica.running, replica.kv_pages_free, replica.busy_s)
             case Drained():

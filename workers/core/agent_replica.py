@@ -110,6 +110,7 @@ class Replica:
     busy_s: float = 0.0
     preemptions: int = 0
     step_s: float = 0.0
+    hit_ratio: float | None = None
     memory_bytes: int = 0
     progress: float = 0.0
     detail: str = ""

@@ -60,6 +60,30 @@ class EngineLoad:
     preemptions: int = 0
     step_s: float = 0.0
     """Running mean of a step's time."""
+    hit_ratio: float | None = None
+    """Share of the last prompts' tokens that were found in the prefix cache; None where too few are known."""
+
+
+class PrefixHits:
+    """Share of prompt tokens that were found in the prefix cache, over about the last so many tokens."""
+
+    MEMORY_TOKENS = 100_000
+    TOKENS_MIN = 2_000
+    """Of fewer nothing is said."""
+
+    def __init__(self) -> None:
+        self._asked = self._found = 0.0
+
+    def add(self, asked: int, found: int) -> None:
+        """Prompts of ``asked`` tokens, of which ``found`` need not be computed."""
+        fade = 0.5 ** (asked / self.MEMORY_TOKENS)
+        self._asked = self._asked * fade + asked
+        self._found = self._found * fade + found
+
+    @property
+    def ratio(self) -> float | None:
+        """From 0 to 1."""
+        return self._found / self._asked if self._asked >= self.TOKENS_MIN else None
 
 
 class Engine(Protocol):

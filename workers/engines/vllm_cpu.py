@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
@@ -57,6 +57,7 @@ class VllmEngine(FixedEngine):
         self._kv_pages = 0
         self._busy_s = 0.0
         self._step_s = 0.0
+        self._hits = PrefixHits()
 
     async def start(self) -> EngineInfo:
         """Builds the engine in its thread (1 to 7 s once vLLM is imported)."""
@@ -109,6 +110,7 @@ class VllmEngine(FixedEngine):
             kv_pages_free=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             busy_s=self._busy_s,
             step_s=self._step_s,
+            hit_ratio=self._hits.ratio,
         )
 
     async def stop(self) -> None:
@@ -221,6 +223,8 @@ class VllmEngine(FixedEngine):
                 continue
             deltas.extend(job.take(output))
             if job.ended:
+                if isinstance(job, _Job):
+                    self._hits.add(len(output.prompt_token_ids or ()), max(0, output.num_cached_tokens or 0))
                 self._forget(output.request_id, job)
         if deltas:
             self._call(self._outbox.put, deltas)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.tasks import end_tasks
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
@@ -47,6 +47,7 @@ class VllmGpuEngine(FixedEngine):
         self._kv_pages = 0
         self._kv_usage = 0.0
         self._waiting = 0
+        self._hits = PrefixHits()
         self._stopped = False
 
     async def start(self) -> EngineInfo:
@@ -113,7 +114,8 @@ class VllmGpuEngine(FixedEngine):
         running = len(self._running)
         waiting = min(self._waiting, running)
         used = round(self._kv_usage * self._kv_pages) if running else 0
-        return EngineLoad(running=running - waiting, waiting=waiting, kv_pages_free=max(self._kv_pages - used, 0))
+        free = max(self._kv_pages - used, 0)
+        return EngineLoad(running - waiting, waiting, free, hit_ratio=self._hits.ratio)
 
     async def sleep(self, level: int) -> None:
         """vLLM's own sleep mode, where the model's ``enable_sleep_mode`` asks for it."""
@@ -165,7 +167,7 @@ class VllmGpuEngine(FixedEngine):
     def _make_counters(self, vllm_config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        report = self._report
+        report, hits = self._report, self._hits
 
         class Counters(StatLoggerBase):  # type: ignore[misc] # the base class is not typed for us
             """Takes the scheduler's counters as they come."""
@@ -175,6 +177,8 @@ class VllmGpuEngine(FixedEngine):
 
             def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
                 if scheduler_stats is not None:
+                    prefixes = scheduler_stats.prefix_cache_stats
+                    hits.add(prefixes.queries, prefixes.hits)
                     report(scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage)
 
             def log_engine_initialized(self) -> None:
