@@ -284,6 +284,8 @@ class Layout:
             sites = block.sites
             if block.bytes_held:
                 total += max(0, block.bytes_held - least) * len(sites)
+            elif len(sites) == 1:
+                total += self.kv_share(sites[0], need)
             else:
                 total += min(self.kv_share(site, need) for site in sites) * len(sites)
         return total
@@ -298,19 +300,23 @@ class Layout:
         if len(on) == 1:
             return 1.0
         total = 0.0
+        own: float | None = None
         sharers = 0
         for number in on:
             block = self.blocks[number]
             if not block.bytes_held:  # Those have theirs.
                 sharers += 1
-                total += self._kv_wanted(block.need)
+                wanted = self._kv_wanted(block.need)
+                total += wanted
+                if block.need == need:
+                    own = wanted
         if total <= 0:
             return 1 / max(1, sharers)
-        return self._kv_wanted(need) / total
+        return (self._kv_wanted(need) if own is None else own) / total
 
     def _kv_wanted(self, need: int) -> float:
         wanted = self.problem.needs[need]
-        return wanted.kv_bytes / (max(1, len(self._of[need])) * wanted.gpus)
+        return wanted.kv_bytes / ((len(self._of[need]) or 1) * wanted.gpus)
 
     def lack(self, need: int) -> float:
         """Share of a model's load that is not carried, for want of time, of replicas or of KV memory."""
@@ -609,10 +615,13 @@ def share_of_time(others: list[float], keeps: float = SHARING_KEEPS) -> float:
     Who wants little gets all of it, who wants more as much as everybody else who does (``workers.turns``, decision 0008);
     taking turns costs its part of the time only while several work.
     """
+    if len(others) == 1:
+        usage = others[0]
+        left = 1.0 - (1.0 - keeps) * min(1.0, 2.0 * usage)
+        return left / 2 if usage > left / 2 else left - usage
     total = sum(others)
     left = 1.0 - (1.0 - keeps) * min(1.0, 2.0 * total)
-    if len(others) > 1:
-        others.sort()
+    others.sort()
     for number, usage in enumerate(others):
         fair = left / (len(others) + 1 - number)
         if usage > fair:

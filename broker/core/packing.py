@@ -176,17 +176,18 @@ class Search:
             for (_, kind), sites in empty.items():
                 for site in sites:
                     firsts.setdefault((kind, layout.paid(site)), site)
-            places.extend((site,) for sites in used.values() for site in sites)
-            places.extend((site,) for site in firsts.values())
-        else:
-            for group in dict.fromkeys([*used, *(group for group, _ in empty)]):
-                if not group:
-                    continue
-                fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
-                fresh.sort(key=lambda site: (layout.paid(site), site))
-                members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
-                if len(members) >= wanted.gpus:
-                    places.extend(_combinations(members, wanted.gpus))
+            found = [sites for sites in places if layout.fits(need, sites)]
+            found.extend((site,) for sites in used.values() for site in sites)
+            found.extend((site,) for site in firsts.values())
+            return list(dict.fromkeys(found))
+        for group in dict.fromkeys([*used, *(group for group, _ in empty)]):
+            if not group:
+                continue
+            fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
+            fresh.sort(key=lambda site: (layout.paid(site), site))
+            members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
+            if len(members) >= wanted.gpus:
+                places.extend(_combinations(members, wanted.gpus))
         return [sites for sites in dict.fromkeys(places) if layout.fits(need, sites)]
 
     def _departures(self, need: int) -> list[_Option]:
