@@ -193,6 +193,15 @@ class Forecaster:
             mean = max(mean * self._factor(at_s, at_s, key[0]), self._at_least(at_s, at_s, key))
         return mean
 
+    def usual_change(self, now_s: float, key: Key, ahead_s: float) -> tuple[float, float] | None:
+        """By how much the rate usually changes within ``ahead_s`` at this time of day, and by how much days differ.
+
+        The mixture behind :meth:`rate_at` goes by what did well within the last hours, so it is blind to a steep rise after
+        a calm night. None where fewer than two days were seen.
+        """
+        series = self._settled(now_s, key)
+        return series.usual_change(ahead_s, self.unix_offset_s) if series is not None else None
+
     def observed_s(self, key: Key) -> float:
         """How long a key has been observed, gaps left out; 0 for one never seen."""
         series = self._series.get(key)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from broker.core.capacity import decode_work_s, prefill_work_s
 from broker.core.catalogue import DeviceKey
-from broker.core.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, ForecastSettings
+from broker.core.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, ForecastSettings, Key
 from broker.core.layout import Need
 from broker.core.learning import DeviceScores, Signs
 from broker.core.needs import ModelNeed
@@ -57,10 +57,14 @@ class ProspectsSettings:
     slack_s: float = 10.0
     """Beside the load's own time, until new capacity is of use."""
     horizon_s: float = 120.0
+    """From there on to this the forecast is asked for so many moments: an event may be short."""
+    moments: int = 4
     gain_min: float = 0.1
     """A smaller change than this share of what arrives now is not worth moving anything; nor is one below the error."""
     headroom_max: float = 1.5
     """Room over the expected mean, as the present need has it over the present mean, at most."""
+    late_s: float = 180.0
+    """What usually comes by now is waited for so long."""
     level_s: float = 60.0
     """Mean over which "now" is taken."""
     wish_s: float = 30.0
@@ -77,7 +81,6 @@ class Expected:
 
     rate: float
     """The most at the moments that matter."""
-    least: float
     error: float
     by_event: str = ""
     """The declared event that is on then."""
@@ -97,11 +100,14 @@ class Prospects:
         self._part = 0
         self._told_all = True
         self._round_s = -math.inf
+        self._began_s = math.inf
         self._levels: dict[ModelHash, float] = {}
         self._events: tuple[ExpectedLoad, ...] = ()
         self._events_offset_s = 0.0
         self._expected: dict[ModelHash, Expected] = {}
         self._asked_s: dict[ModelHash, float] = {}
+        self._usual: dict[ModelHash, tuple[float, float, float]] = {}
+        """What usually comes at this time of day: until when that is waited for, the rate, and by how much days differ."""
         self._best_hits: dict[ModelHash, float] = {}
         self._step_ratio: dict[ModelHash, float] = {}
         """How many times its profile a model's step takes with its devices to itself."""
@@ -145,7 +151,10 @@ class Prospects:
         if abs(offset_s - self.forecaster.unix_offset_s) > 1.0:  # A clock that is corrected a little moves no season.
             self.forecaster.unix_offset_s = offset_s
         arrived, self._arrived = self._arrived, {}
-        fade = math.exp(-gone_s / self.settings.level_s)
+        self._began_s = min(self._began_s, now_s)
+        # Until it is as old as its time constant the running mean is the plain one.
+        age_s = max(now_s - self._began_s, 1e-9)
+        fade = min(math.exp(-gone_s / self.settings.level_s), max(0.0, 1.0 - gone_s / age_s))
         present: dict[ModelHash, None] = {}
         for (model, costs), need in zip(pairs, needs, strict=True):
             model_hash = model.record.model_hash
@@ -166,7 +175,7 @@ class Prospects:
                 level = self._levels.get(model_hash, 0.0)
                 self._levels[model_hash] = level * fade + (1 - fade) * work_s / gone_s
         # The forecast itself forgets nobody here: a model may only be out of sight, and it bounds itself.
-        for known in (self._levels, self._expected, self._asked_s, self._best_hits, self._step_ratio):
+        for known in (self._levels, self._expected, self._asked_s, self._usual, self._best_hits, self._step_ratio):
             for model_hash in [gone for gone in known if gone not in present]:
                 del known[model_hash]
         self._part = max(1, -(-len(self._telling) // self.settings.parts))
@@ -195,7 +204,9 @@ class Prospects:
                 continue
             self._asked_s[model_hash] = now_s
             key = (model_hash, ALL_CLASSES)
-            ahead_s = (model.load_s + s.slack_s, max(s.horizon_s, model.load_s + s.slack_s))
+            soon_s = model.load_s + s.slack_s
+            step_s = max(0.0, s.horizon_s - soon_s) / (s.moments - 1)
+            ahead_s = [soon_s + step_s * place for place in range(s.moments)]
             event = self._event_of(model_hash, now_s, now_s + ahead_s[-1])
             if event is None and self.forecaster.observed_s(key) < s.history_s:
                 self._expected.pop(model_hash, None)
@@ -203,7 +214,24 @@ class Prospects:
             rates = [self.forecaster.rate_at(now_s, key, ahead) for ahead in ahead_s]
             error = self.forecaster.predict(now_s, key, s.horizon_s).error
             name = event.name if event is not None else ""
-            self._expected[model_hash] = Expected(max(rates), min(rates), error, name)
+            self._expected[model_hash] = self._by_season(now_s, key, ahead_s[-1], Expected(max(rates), error, name))
+
+    def _by_season(self, now_s: float, key: Key, ahead_s: float, expected: Expected) -> Expected:
+        """With the usual change at this time of day, where that is larger than what days differ by."""
+        model_hash = key[0]
+        now = self._levels.get(model_hash, 0.0)
+        found = self.forecaster.usual_change(now_s, key, ahead_s)
+        if found is not None and abs(found[0]) > found[1]:
+            change, miss = found
+            if change > 0:
+                self._usual[model_hash] = (now_s + ahead_s + self.settings.late_s, now + change, miss)
+            elif not expected.by_event:
+                self._usual.pop(model_hash, None)
+                return Expected(max(0.0, now + change), miss)
+        usual = self._usual.get(model_hash)
+        if usual is None or usual[0] <= now_s or usual[1] <= expected.rate:
+            return expected
+        return Expected(usual[1], usual[2], expected.by_event)
 
     def _declare(self, view: PoolView) -> None:
         kept = {event.name for event in view.events}

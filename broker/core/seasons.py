@@ -26,6 +26,11 @@ class _Table:
         old = self._rates[place]
         self._rates[place] = rate if old < 0 else old + self._share * (rate - old)
 
+    def own(self, bin_number: int) -> float | None:
+        """The bin alone."""
+        own = self._rates[bin_number % len(self._rates)]
+        return own if own >= 0 else None
+
     def rate(self, bin_number: int) -> float | None:
         """The bin with half the weight and its neighbours with a quarter each, since one bin of one day is noisy."""
         bins = len(self._rates)
@@ -39,10 +44,12 @@ class _Table:
 class Seasons:
     """Rates by time of day, and from the second week on by time of week. Numbers of bins count from the Unix epoch."""
 
-    __slots__ = ("_day", "_known", "_week", "bins")
+    __slots__ = ("_day", "_day_miss", "_known", "_week", "bins")
 
     def __init__(self) -> None:
         self._day: _Table | None = None
+        self._day_miss: _Table | None = None
+        """By how much a day differs from the ones before, from the second day on."""
         self._week: _Table | None = None
         self._known: dict[tuple[bool, int, int], float | None] = {}
         """Answers since the last bin."""
@@ -55,6 +62,11 @@ class Seasons:
         self._known.clear()
         if self._day is None:
             self._day = _Table(DAY_BINS, _DAY_SHARE)
+        before = self._day.own(bin_number)
+        if before is not None:
+            if self._day_miss is None:
+                self._day_miss = _Table(DAY_BINS, _DAY_SHARE)
+            self._day_miss.learn(bin_number, abs(rate - before))
         self._day.learn(bin_number, rate)
         if self._week is None and self.bins > DAY_BINS:
             self._week = _Table(WEEK_BINS, _WEEK_SHARE)
@@ -64,6 +76,17 @@ class Seasons:
     def day_rate(self, first: int, last: int) -> float | None:
         """The usual mean rate at this time of day, over bins ``first`` to ``last``; None where no earlier day was seen."""
         return self._over(False, first, last)
+
+    def change(self, now: int, then: int) -> tuple[float, float] | None:
+        """By how much the rate usually changes between two bins, and by how much days differ there; None where fewer than
+        two days were seen. Bins stand for themselves here: their neighbours' load would blur the moment."""
+        if self._day is None or self._day_miss is None:
+            return None
+        rates = (self._day.own(now), self._day.own(then))
+        misses = (self._day_miss.own(now), self._day_miss.own(then))
+        if rates[0] is None or rates[1] is None or misses[1] is None:
+            return None
+        return rates[1] - rates[0], max(misses[0] or 0.0, misses[1])
 
     def week_rate(self, first: int, last: int) -> float | None:
         """The same at this time of the week; None where no earlier week was seen."""

@@ -262,6 +262,12 @@ class Series:
         error = math.sqrt(judged.mixed)
         return mean, error * mean / judged.level if mean < judged.level else error
 
+    def usual_change(self, ahead_s: float, bin_offset_s: float) -> tuple[float, float] | None:
+        """By how much the rate usually changes from now to ``ahead_s`` ahead at this time of day, and how sure that is: by
+        how much days differ. None where fewer than two days were seen."""
+        now_s = self.window + bin_offset_s
+        return self.seasons.change(int(now_s) // BIN_S, int(now_s + ahead_s) // BIN_S)
+
     def surge(self) -> float | None:
         """The rate of the last seconds where it lies far above what noise explains, else None."""
         fast = self._means[0] if self._means[0] < self._means[1] else self._means[1]
