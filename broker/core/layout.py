@@ -192,9 +192,10 @@ class Layout:
         """Models of those that go on there for a while though no layout has them, by site."""
         self._free = [site.memory_bytes for site in problem.sites]
         for block in problem.placed:
-            self._there[block.place] = self._there.get(block.place, 0) + 1
+            place = block.place
+            self._there[place] = self._there.get(place, 0) + 1
             if block.bytes_left:
-                self._left_bytes[block.place] = block.bytes_left
+                self._left_bytes[place] = block.bytes_left
                 for site in block.sites:
                     self._free[site] -= block.bytes_left
                     self._paid[site] = True
@@ -466,15 +467,15 @@ class Layout:
 
     def _take(self, number: int) -> Block:
         block = self.blocks.pop(number)
-        need = block.need
+        need, place = block.need, block.place
         self._of[need].remove(number)
-        left = self._have[block.place] = self._have[block.place] - 1
+        left = self._have[place] = self._have[place] - 1
         self._parts -= len(block.sites)
         own = 0
-        if left >= self._there.get(block.place, 0):
+        if left >= self._there.get(place, 0):
             self._load_price_s -= self.problem.needs[need].load_s * len(block.sites)
         else:
-            own = self._left_bytes.get(block.place, 0)
+            own = self._left_bytes.get(place, 0)
         held = block.bytes_held or self.problem.needs[need].bytes_min
         for site in block.sites:
             self._on[site].remove(number)
@@ -484,16 +485,16 @@ class Layout:
         return block
 
     def _put(self, number: int, block: Block) -> None:
-        need = block.need
+        need, place = block.need, block.place
         self.blocks[number] = block
         insort(self._of[need], number)
-        have = self._have[block.place] = self._have.get(block.place, 0) + 1
+        have = self._have[place] = self._have.get(place, 0) + 1
         self._parts += len(block.sites)
         own = 0
-        if have > self._there.get(block.place, 0):
+        if have > self._there.get(place, 0):
             self._load_price_s += self.problem.needs[need].load_s * len(block.sites)
         else:
-            own = self._left_bytes.get(block.place, 0)
+            own = self._left_bytes.get(place, 0)
         held = block.bytes_held or self.problem.needs[need].bytes_min
         for site in block.sites:
             if not self._on[site]:
