@@ -50,8 +50,8 @@ class ProspectsSettings:
     """Arrivals are told to the forecast this often, engines are read this often,"""
     parts: int = 4
     """and the telling is spread over so many looks."""
-    ask_s: float = 5.0
-    """The forecast for one model is asked for this often."""
+    ask_rounds: int = 5
+    """The forecast for one model is asked for in one of so many rounds, the models in turn."""
     history_s: float = 86_400.0
     """With less of it there are no seasons, and only declared events count."""
     slack_s: float = 10.0
@@ -105,7 +105,9 @@ class Prospects:
         self._events: tuple[ExpectedLoad, ...] = ()
         self._events_offset_s = 0.0
         self._expected: dict[ModelHash, Expected] = {}
-        self._asked_s: dict[ModelHash, float] = {}
+        self._rounds = 0
+        self._asks_all = False
+        """Something was declared: all are asked for at once."""
         self._usual: dict[ModelHash, tuple[float, float, float]] = {}
         """What usually comes at this time of day: until when that is waited for, the rate, and by how much days differ."""
         self._best_hits: dict[ModelHash, float] = {}
@@ -175,7 +177,7 @@ class Prospects:
                 level = self._levels.get(model_hash, 0.0)
                 self._levels[model_hash] = level * fade + (1 - fade) * work_s / gone_s
         # The forecast itself forgets nobody here: a model may only be out of sight, and it bounds itself.
-        for known in (self._levels, self._expected, self._asked_s, self._usual, self._best_hits, self._step_ratio):
+        for known in (self._levels, self._expected, self._usual, self._best_hits, self._step_ratio):
             for model_hash in [gone for gone in known if gone not in present]:
                 del known[model_hash]
         self._part = max(1, -(-len(self._telling) // self.settings.parts))
@@ -198,11 +200,12 @@ class Prospects:
         s = self.settings
         if view.events != self._events or (view.events and abs(view.unix_offset_s - self._events_offset_s) > 1.0):
             self._declare(view)
-        for model, _ in pairs:
-            model_hash = model.record.model_hash
-            if now_s - self._asked_s.get(model_hash, -math.inf) < s.ask_s - 1e-6:
+        self._rounds += 1
+        asks_all, self._asks_all = self._asks_all, False
+        for place, (model, _) in enumerate(pairs):
+            if not asks_all and (place + self._rounds) % s.ask_rounds:
                 continue
-            self._asked_s[model_hash] = now_s
+            model_hash = model.record.model_hash
             key = (model_hash, ALL_CLASSES)
             soon_s = model.load_s + s.slack_s
             step_s = max(0.0, s.horizon_s - soon_s) / (s.moments - 1)
@@ -244,7 +247,7 @@ class Prospects:
                 DeclaredEvent(event.name, begin_s, end_s, event.model_hash, event.factor, event.at_least)
             )
         self._events, self._events_offset_s = view.events, offset_s
-        self._asked_s.clear()
+        self._asks_all = True
 
     def _event_of(self, model_hash: ModelHash, begin_s: float, end_s: float) -> ExpectedLoad | None:
         offset_s = self._events_offset_s

@@ -147,7 +147,7 @@ def test_without_a_day_of_history_every_decision_is_as_it_was() -> None:
         burst = model("8B", "burst", lambda now_s: rate("8B", 2.2 if now_s % 60 < 20 else 0.3))
         steady = model("14B", "steady", rate("14B", 0.4))
         world = ToldPool(Coordinator(settings), [burst, steady], 6)
-        world.run(200.0)
+        world.run(100.0)
         assert world.starts(burst)
         return world.decisions
 
@@ -254,7 +254,7 @@ def test_scores_steer_weights_when_they_are_on() -> None:
             return replace(view, step_s=step_s * (2.0 if replica.replica == slow.replica else 1.0))
 
         world.says = says
-        world.run(620.0)
+        world.run(330.0 if learns else 20.0)
         assert {slow.replica, fast.replica} <= set(world.replicas)
         return [slow.weight, fast.weight]
 

@@ -370,6 +370,17 @@ async def test_cached_tokens_are_reported_and_salted(driver: Driver) -> None:
     assert first.text() == again.text() == other.text()
 
 
+async def test_the_share_of_prefix_hits_is_told(driver: Driver) -> None:
+    """Once enough prompts are over; the triggers live on it (SCH-13)."""
+    body = ask("Always the same beginning, many times over. " * 25, max_tokens=2)
+    answers = [await driver.ask(body, cache_salt="hits") for _ in range(12)]
+    asked = sum(answer.usage.prompt_tokens for answer in answers)
+    found = sum(answer.usage.cached_tokens for answer in answers)
+    ratio = driver.engine.load().hit_ratio
+    assert asked >= 2_000 and ratio is not None and 0.5 < ratio < 1.0
+    assert ratio == pytest.approx(found / asked, abs=0.35)  # Those of the tests before count too.
+
+
 async def test_the_grants_bound_holds_over_the_bodys(driver: Driver) -> None:
     """`max_tokens` of the grant bounds a body that asks for more or says nothing; prompt ids replace the body's prompt."""
     assert (await driver.ask(ask("x", ignore_eos=True, max_tokens=50), max_tokens=7)).usage.completion_tokens == 7
