@@ -11,6 +11,7 @@ from broker.core.policy import (
     Action,
     Arrivals,
     Decision,
+    ExpectedLoad,
     PoolView,
     ResizeReplicaKv,
     SetReplicaConcurrency,
@@ -23,6 +24,8 @@ from broker.core.scheduler_events import (
     IngressReported,
     JournalRestored,
     LeadershipGained,
+    LoadDeclared,
+    LoadWithdrawn,
     ModelApplied,
     ModelLocked,
     ModelUnlocked,
@@ -59,7 +62,7 @@ from subjects.messages import (
     UnloadReplica,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, model_hash, record
+from tests.core.scheduler_world import GIB, UNIX_S, model_hash, record
 from tests.core.test_placement import A, B, Bench, commands
 
 W = WorkerId("w-0000000001")
@@ -239,6 +242,26 @@ def test_a_policy_sees_the_pool_and_its_flow() -> None:
     assert pool.view.models_per_device_max == 2
     pool.tick(0.2)
     assert pool.view.models[A.model_hash].arrivals == Arrivals()
+
+
+def test_a_policy_hears_what_people_expect_and_the_time_of_day() -> None:
+    """Events by the model's hash of the day, those of unknown models not (SCH-5); what engines tell comes along (SCH-13)."""
+    pool = Pool(A, B)
+    pool.step(LoadDeclared("sale", 10.0, 20.0, factor=2.0))
+    pool.step(LoadDeclared("launch", 30.0, 40.0, "a", 3.0, 0.5))
+    pool.step(LoadDeclared("other", 30.0, 40.0, "nobody"))
+    pool.tick(0.3)
+    view = pool.policy.views[-1]
+    assert view.events == (
+        ExpectedLoad("launch", 30.0, 40.0, A.model_hash, 3.0, 0.5),
+        ExpectedLoad("sale", 10.0, 20.0, None, 2.0),
+    )
+    assert abs(view.unix_offset_s - UNIX_S) < 1e-3
+    again = msgspec.structs.replace(A, model_hash=model_hash("a2"), revision=A.revision + 1)
+    pool.step(ModelApplied(again))
+    pool.step(LoadWithdrawn("sale"))
+    pool.tick(0.3)
+    assert pool.policy.views[-1].events == (ExpectedLoad("launch", 30.0, 40.0, again.model_hash, 3.0, 0.5),)
 
 
 def test_a_policy_is_asked_each_200_ms_and_at_once_for_a_cold_model() -> None:
