@@ -81,8 +81,10 @@ class CoordinatorSettings:
     """not in a pool of more devices."""
     forget_s: float = 1800.0
     """A model without any request for so long need not be resident."""
-    lack_free: float = 0.06
-    """Share of a need that may be lacking before anything is done: what is given up must leave all of it."""
+    lack_free: float = 0.2
+    lack_replicas: float = 0.25
+    """Share of a need that may be lacking before anything is done, and at most so many replicas' worth of it: what is given
+    up must leave all of it."""
     spanning_factor: float = 1.1
     """Times its work that a replica over several devices takes of each in its neighbours' eyes."""
     kv_lack_free: float = 0.12
@@ -162,8 +164,11 @@ class Coordinator:
         return self._plan(self._look(now_s, view, pairs, needs))
 
     def _anybody_lacks(self, needs: list[ModelNeed]) -> bool:
-        part = 1 - self.settings.lack_free
-        return any(need.load * part > capacity for need, capacity in zip(needs, self._capacity, strict=True))
+        return any(self._at_least(need.load) > capacity for need, capacity in zip(needs, self._capacity, strict=True))
+
+    def _at_least(self, load: float) -> float:
+        """What of a load must be carried: less makes somebody act."""
+        return load - min(self.settings.lack_free * load, self.settings.lack_replicas)
 
     # ------------------------------------------------------------------------------------------------------------ looking
 
@@ -215,7 +220,7 @@ class Coordinator:
         kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas) if alive else 0.0
         return Need(
             model=record.model_hash,
-            load=need.load * (1 - s.lack_free) if alive else 0.0,
+            load=self._at_least(need.load) if alive else 0.0,
             load_keep=need.load_keep if alive else 0.0,
             bytes_min=fixed_bytes(record) + -(-kv_min // record.gpus),
             rates=dict.fromkeys(record.costs, 1.0),

@@ -155,7 +155,7 @@ class _Lacks:
                 self.stale.append(need)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Change:
     """A block that came or went, and what was true before, so that a rollback need not reckon again."""
 

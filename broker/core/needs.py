@@ -28,11 +28,11 @@ class NeedSettings:
     chunk_tokens: int = 4096
     """Prompt tokens that one step takes while prompts queue (``workers.core.pulling`` and the engine's own limit)."""
     keep_s: float = 8.0
-    keep_lives: float = 2.0
+    keep_lives: float = 1.0
     """How long the most that was needed lately is kept before capacity is given up: at least this, and so many times as long
-    as a request runs, since a replica can go only when its requests are over."""
-    drain_s: float = 10.0
-    """What waits should be prefilled within this time: those that wait for a load are late already."""
+    as a request runs, since a replica can go only when its requests are over; twice that for one over several devices."""
+    drain_s: float = 3.0
+    """What waits should be served within this time: those that wait for a load are late already."""
     queue_free_s: float = 0.3
     """Work that may wait without asking for more."""
     token_s: float = 0.04
@@ -47,15 +47,20 @@ class NeedSettings:
     """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
     missed_memory_s: float = 30.0
     missed_prior: float = 20.0
-    missed_free: float = 0.005
+    missed_free: float = 0.006
     """Share of requests that may miss their targets before more is asked for than is reckoned,"""
     boost_missed: float = 0.16
     """by so much per second and share above it,"""
     boost_wait_share: float = 0.5
-    boost_waiting: float = 0.012
+    boost_waiting: float = 0.03
     """and by so much per second in which somebody has waited for this part of the time to the first token."""
-    boost_memory_s: float = 120.0
-    boost_max: float = 0.35
+    boost_memory_s: float = 90.0
+    boost_memory_s_max: float = 600.0
+    relapse_s: float = 30.0
+    relapse_memory_s: float = 1800.0
+    """How fast that is forgotten; twice as slowly each time it turns out, after so long a pause, to be needed after all.
+    That in turn is forgotten within half an hour."""
+    boost_max: float = 0.2
     ttft_used: float = 0.75
     """Share of the time to the first token that such a prompt's own prefill may take."""
 
@@ -178,6 +183,8 @@ SHARE_MIN_MOST = 0.9
 class _Tracker:
     __slots__ = (
         "boost",
+        "boost_memory_s",
+        "boosted_s",
         "busy",
         "decode",
         "expected",
@@ -203,6 +210,9 @@ class _Tracker:
         self.busy = False
         self.boost = 0.0
         """By how much more is asked for than is reckoned, since that was too little lately."""
+        self.boost_memory_s = settings.boost_memory_s
+        self.boosted_s = math.inf
+        """When it last grew; never so far: infinite."""
         self.finished_lately = self.missed_lately = 0.0
         self.followed_s = -math.inf
         self.lengths = Lengths()
@@ -276,7 +286,9 @@ class Needs:
             need.fast = fast[tracker.row]
             waiting = model.waiting
             need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
-            need.queue = max(0.0, need.waiting_s - s.queue_free_s) / s.drain_s
+            # Of what waits, what can be answered meanwhile counts with its answers.
+            answers_s = waiting * need.output_tokens * need.token_s * min(1.0, s.drain_s / need.life_s)
+            need.queue = max(0.0, need.waiting_s + answers_s - s.queue_free_s) / s.drain_s
             patience = need.life_s / (need.life_s + PATIENCE_S)
             burst = need.prefill / need.burst_share - standing(model, costs)
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
@@ -335,7 +347,7 @@ class Needs:
         tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
         by_running = model.running * token_s / tpot_s
         need.decode = max(tracker.decode, by_running)
-        tracker.load_most.span_s = max(s.keep_s, s.keep_lives * life_s)
+        tracker.load_most.span_s = max(s.keep_s, s.keep_lives * life_s * min(2, model.record.gpus))
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
         fade = math.exp(-gone_s / s.activity_s)
@@ -348,24 +360,29 @@ class Needs:
         need.share_min = min(
             SHARE_MIN_MOST, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
         )
-        self._correct(gone_s, model, tracker)
+        self._correct(now_s, gone_s, model, tracker)
         need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
 
-    def _correct(self, gone_s: float, model: ModelView, tracker: _Tracker) -> None:
+    def _correct(self, now_s: float, gone_s: float, model: ModelView, tracker: _Tracker) -> None:
         """What its replicas carry is less than was reckoned where requests go on waiting, or go on missing their targets."""
         s = self.settings
         tracker.finished_lately = tracker.finished_lately * math.exp(-gone_s / s.missed_memory_s) + model.finished
         missed = model.finished - model.within_slo
         tracker.missed_lately = tracker.missed_lately * math.exp(-gone_s / s.missed_memory_s) + missed
-        tracker.boost *= math.exp(-gone_s / s.boost_memory_s)
-        if model.oldest_wait_s > s.boost_wait_share * model.record.sla.ttft_p95_ms / 1000:
-            tracker.boost += s.boost_waiting * gone_s
+        tracker.boost *= math.exp(-gone_s / tracker.boost_memory_s)
         excess = tracker.missed_lately / (tracker.finished_lately + s.missed_prior) - s.missed_free
-        if excess > 0:
-            tracker.boost += s.boost_missed * min(excess, 0.1) * gone_s
-        tracker.boost = min(tracker.boost, s.boost_max)
+        more = s.boost_missed * min(max(excess, 0.0), 0.1)
+        if model.oldest_wait_s > s.boost_wait_share * model.record.sla.ttft_p95_ms / 1000:
+            more += s.boost_waiting
+        if more > 0:
+            if now_s - tracker.boosted_s > s.relapse_s:
+                tracker.boost_memory_s = min(2.0 * tracker.boost_memory_s, s.boost_memory_s_max)
+            tracker.boosted_s = now_s
+            tracker.boost = min(tracker.boost + more * gone_s, s.boost_max)
+        else:
+            tracker.boost_memory_s += (s.boost_memory_s - tracker.boost_memory_s) * gone_s / s.relapse_memory_s
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's
