@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from broker.core.layout import Block, Layout, Problem, Score, served_share, share_of_time
+from broker.core.layout import Layout, Score
+from broker.core.problem import Block, Problem
+from broker.core.sharing import served_share, share_of_time
 
 PATTERNS_MAX = 400
 """Patterns per device beyond which a pool counts as too big to be solved exactly."""
@@ -32,7 +34,7 @@ class Solution:
 
     ``worth`` and ``bound`` are in the units of ``Score.total``. ``score`` may be a little worse than ``worth``: it shares
     out free memory by what models want, the program in the best way; and of a replica over several shared devices the
-    program takes only the slowest into account (``layout.share_of_all`` takes a little more off).
+    program takes only the slowest into account (``sharing.share_of_all`` takes a little more off).
     """
 
     blocks: tuple[Block, ...]

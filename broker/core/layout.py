@@ -9,112 +9,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from broker.core.catalogue import DeviceKey
-from subjects.ids import ModelHash, ReplicaId
-
-SHARING_KEEPS = 0.97
-"""What is left of a device's speed when several replicas take turns on it."""
-STARVED_POWER = 3
-"""A replica that is too slow for its longest prompts counts by the share of time that it has, of the one it needs, to this
-power: little, but more where less is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A device that blocks can be put on. Replicas that span devices need them in one ``group``."""
-
-    key: DeviceKey
-    group: str
-    kind: str
-    memory_bytes: int
-    residents_max: int
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What one model wants. Capacity is in units of one of its replicas alone on a device on which ``rates`` is 1."""
-
-    model: ModelHash
-    load: float
-    """Capacity wanted, standing shares not counted."""
-    bytes_min: int
-    """Of a replica on each of its devices, with the least KV that serves."""
-    rates: dict[str, float]
-    """By kind of device: what a replica alone there brings. It cannot live on other kinds."""
-    gpus: int = 1
-    standing: float = 0.0
-    """Of each replica, whatever it does."""
-    usage: float = 0.0
-    """What one of its replicas takes of its devices' time on average: so much it slows its neighbours."""
-    share_min: float = 0.0
-    """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
-    kv_bytes: float = 0.0
-    """KV wanted over all replicas, beyond what ``bytes_min`` holds."""
-    kv_keep_bytes: float | None = None
-    """At least what must be left before a device is given up; None: ``kv_bytes``."""
-    load_keep: float | None = None
-    """At least what the rest must carry before a device is given up; None: ``load``."""
-    value: float = 1.0
-    """Of all its load."""
-    replicas_min: int = 0
-    """It never has fewer, whoever lacks what."""
-    replicas_wanted: int = 0
-    """With fewer it lacks seats for the requests that run at once."""
-    replicas_max: int = 1 << 30
-    co_locates: bool = True
-    tenant: str = ""
-    """Not empty: its devices hold only models of this tenant."""
-    load_s: float = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One replica. ``replica`` names one that exists; a new one has none."""
-
-    need: int
-    sites: tuple[int, ...]
-    """Ascending."""
-    replica: ReplicaId | None = None
-    stays: bool = False
-    """It may not be taken away."""
-    bytes_held: int = 0
-    """Of each of its devices, where that cannot be changed now; 0: the least that its model needs."""
-    bytes_left: int = 0
-    """What it goes on holding of each of its devices for a while though no layout has it: its requests are not over."""
-
-    @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
-        """Which model, and where: replicas with the same are as good as one another."""
-        return (self.need, self.sites)
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What things cost beside lost value. A model of value 1000 that lacks a thousandth of its load weighs a device."""
-
-    device: float = 1.0
-    load: float = 0.2
-    """For each second of a load, on each of its devices."""
-    block: float = 0.02
-    """For each replica on each of its devices: what is not needed goes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Devices, wants and what is there now."""
-
-    sites: tuple[Site, ...]
-    needs: tuple[Need, ...]
-    placed: tuple[Block, ...] = ()
-    prices: Prices = field(default_factory=Prices)
-    copies_per_site: int = 1
-    """Replicas of one model on one device: where residents take turns a second one only costs."""
-    shares_time: bool = True
-    """False: residents do not slow each other (devices with slices, or capacities that were measured side by side)."""
-    sharing_keeps: float = SHARING_KEEPS
+from broker.core.problem import Block as Block
+from broker.core.problem import Need as Need
+from broker.core.problem import Prices as Prices
+from broker.core.problem import Problem as Problem
+from broker.core.problem import Site as Site
+from broker.core.sharing import served_share, share_of_all, share_of_time
 
 
 class Score(NamedTuple):
@@ -603,43 +506,3 @@ class Layout:
             here = [blocks[number].need for number in on]
             others.extend(needs[model].usage for model in staying if model not in here)
         return share_of_time(others, problem.sharing_keeps)
-
-
-def served_share(share: float, share_min: float) -> float:
-    """What counts of a replica with this share of time whose model needs at least ``share_min``."""
-    return 1.0 if share >= share_min else float((share / share_min) ** STARVED_POWER)
-
-
-def share_of_time(others: list[float], keeps: float = SHARING_KEEPS) -> float:
-    """The share that one replica gets beside ``others`` that take so much each on average (sorts them).
-
-    Who wants little gets all of it, who wants more as much as everybody else who does (``workers.turns``, decision 0008);
-    taking turns costs its part of the time only while several work.
-    """
-    if len(others) == 1:
-        usage = others[0]
-        left = 1.0 - (1.0 - keeps) * min(1.0, 2.0 * usage)
-        return left / 2 if usage > left / 2 else left - usage
-    total = sum(others)
-    left = 1.0 - (1.0 - keeps) * min(1.0, 2.0 * total)
-    others.sort()
-    for number, usage in enumerate(others):
-        fair = left / (len(others) + 1 - number)
-        if usage > fair:
-            return fair
-        left -= usage
-    return left
-
-
-def share_of_all(shares: list[float], keeps: float = SHARING_KEEPS) -> float:
-    """The share that a replica over several devices gets of all of them at once.
-
-    Neighbours are busy at different times on each, and the slowest decides: what is above an equal part on the slowest one
-    is there only while no other is busy.
-    """
-    least = min(shares)
-    equal = min(least, keeps / 2)
-    free = 1.0
-    for share in shares:
-        free *= share
-    return equal + (least - equal) * free / least

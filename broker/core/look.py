@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from broker.core.layout import Problem
 from broker.core.needs import ModelNeed
 from broker.core.policy import ModelView, PoolView, ReplicaView
+from broker.core.problem import Problem
 from subjects.ids import ReplicaId
 from subjects.messages import ModelRecord, ReplicaState, StepCosts
 

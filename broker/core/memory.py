@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from broker.core.layout import Block, Layout
+from broker.core.layout import Layout
 from broker.core.look import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
+from broker.core.problem import Block
 from broker.core.spares import Spares
 from subjects.ids import ReplicaId
 

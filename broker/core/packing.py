@@ -11,7 +11,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from broker.core.layout import Block, Layout, Problem, Score
+from broker.core.layout import Layout, Score
+from broker.core.problem import Block, Problem
 
 GROUPS_MAX = 70
 """Groups of linked devices that are looked at for one replica that spans several."""

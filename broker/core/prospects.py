@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from broker.core.capacity import decode_work_s, prefill_work_s
 from broker.core.catalogue import DeviceKey
 from broker.core.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, ForecastSettings, Key
-from broker.core.layout import Need
 from broker.core.learning import DeviceScores, Signs
 from broker.core.needs import ModelNeed
 from broker.core.policy import (
@@ -34,6 +33,7 @@ from broker.core.policy import (
     SetReplicaConcurrency,
     StartReplica,
 )
+from broker.core.problem import Need
 from broker.core.triggers import KV_GROWTH, EngineReading, EvictNeighbourKv, Fact, GrowKv, LoadReplica, Triggers, actions
 from subjects.ids import ModelHash, ReplicaId
 from subjects.messages import ReplicaState, StepCosts

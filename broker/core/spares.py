@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from broker.core.layout import Block, Layout, Need
+from broker.core.layout import Layout
 from broker.core.look import Look
+from broker.core.problem import Block, Need
 from subjects.ids import ModelHash, ReplicaId
 
 LIFE_S_MAX = 10.0

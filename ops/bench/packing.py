@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from broker.core.exact import Solution, solve
-from broker.core.layout import Block, Layout, Need, Problem, Site
+from broker.core.layout import Layout
 from broker.core.packing import Plan, plan
+from broker.core.problem import Block, Need, Problem, Site
 from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
 
 GB = 1_000_000_000
