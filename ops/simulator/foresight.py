@@ -313,16 +313,25 @@ class _Layout:
         return missing, pressing
 
 
+def _kind(layout: _Layout, place: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Who is on each device of a place: places of the same kind are as good as each other, and one of them is enough to look
+    at (a pool of sixty devices has a dozen kinds)."""
+    return tuple(sorted(tuple(sorted(layout.on[device])) for device in place))
+
+
 def _options(layout: _Layout, model: int, shut: frozenset[int], fresh: bool) -> list[tuple[int, ...]]:
-    """Where one more replica fits: devices in use, and (``fresh``) the first that is not."""
+    """Where one more replica fits: of devices in use one of each kind, and (``fresh``) the first that is not."""
     gpus = layout.models[model].gpus
     pool = layout.pool
     found: list[tuple[int, ...]] = []
+    kinds: dict[tuple[tuple[int, ...], ...], None] = {}
     if gpus == 1:
         for device in range(layout.devices):
-            if device in shut or not layout.fits(model, device):
+            kind = _kind(layout, (device,))
+            if device in shut or kind in kinds or not layout.fits(model, device):
                 continue
             if layout.on[device]:
+                kinds[kind] = None
                 found.append((device,))
             elif fresh:
                 found.append((device,))
@@ -332,8 +341,10 @@ def _options(layout: _Layout, model: int, shut: frozenset[int], fresh: bool) -> 
         place = tuple(range(first, first + gpus))
         if first // pool.devices_per_node != (first + gpus - 1) // pool.devices_per_node:
             continue
-        if any(device in shut or not layout.fits(model, device) for device in place):
+        kind = _kind(layout, place)
+        if kind in kinds or any(device in shut or not layout.fits(model, device) for device in place):
             continue
+        kinds[kind] = None
         if all(layout.on[device] for device in place):
             found.append(place)
         elif fresh:
@@ -373,8 +384,12 @@ def _shrink(layout: _Layout, want: Want) -> _Layout:
     given_up = True
     while given_up:
         given_up = False
+        kept: dict[tuple[tuple[int, ...], ...], None] = {}
         order = sorted(layout.used(), key=lambda device: (len(layout.on[device]), -layout.room(device), -device))
         for device in order:
+            if (kind := _kind(layout, (device,))) in kept:
+                continue
+            kept[kind] = None
             tried = layout.copy()
             for model in list(tried.on[device]):
                 place = next(place for place in tried.places[model] if device in place)

@@ -21,7 +21,7 @@ from subjects.ids import ModelHash, ReplicaId
 from subjects.messages import ReplicaState
 
 SHARE = 0.99
-TRIALS = (3, 8)
+TRIALS = (2, 8)
 """Schedules simulated for a window, least and most."""
 TRIAL_EFFORT = 600_000
 """Requests, and seconds times models, simulated in all trials of a window, where that allows more than the least."""
