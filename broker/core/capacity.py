@@ -132,17 +132,6 @@ def kv_bytes_needed(kv_bytes_per_token: int, loads: Sequence[Load], tpot_s: floa
 # --------------------------------------------------------------------------------------------- what a replica can carry
 
 
-def batch_max(
-    costs: StepCosts, context_tokens: float, tpot_s: float, *, kv_tokens: float, slots: int, share: float = 1.0
-) -> tuple[float, Limit]:
-    """The largest batch of requests that hold ``context_tokens`` each, and what bounds it: slots, KV memory or step time."""
-    by_kv = kv_tokens / context_tokens if context_tokens else math.inf
-    each_s = costs.step_request_s + costs.step_context_token_s * context_tokens
-    room_s = max(0.0, tpot_s * share - costs.step_const_s)
-    by_time = room_s / each_s if each_s else math.inf
-    return min((by_time, Limit.TPOT), (by_kv, Limit.KV), (float(slots), Limit.SLOTS), key=lambda bound: bound[0])
-
-
 def throughput(
     costs: StepCosts,
     input_tokens: float,

@@ -2,9 +2,9 @@
 
 The capacity profile says how long things take on a *kind* of device. Devices of one kind differ: one throttles, one has a
 bad link, one shares a power supply. Every five minutes what was seen in that time, per pair of model and device, is an
-example: the logarithm of time taken over time predicted, less what the model takes longer everywhere (``capacity`` corrects
-that), against who and where, arrival rate, temperature and link use. A linear model trained by FTRL-Proximal (McMahan et al.
-2013; the library is ``river``) gives each pair a factor; placement and routing prefer low ones.
+example: the logarithm of time taken over time predicted, less what the model takes longer everywhere (no device's fault),
+against who and where, arrival rate, temperature and link use. A linear model trained by FTRL-Proximal (McMahan et al. 2013;
+the library is ``river``) gives each pair a factor; routing prefers low ones (``prospects``), placement does not ask yet.
 
 Off by default and switchable at any time. Bounded: names are hashed into a fixed number of weights, examples wait in a
 bounded queue and are learned a few per look. Old examples fade. Deterministic: the same calls give the same factors.

@@ -61,10 +61,6 @@ class Sites:
             known = self._groups[key] = _grouped(fitting, record.gpus)
         return known
 
-    def candidates(self, record: ModelRecord) -> list[Device]:
-        """All devices of :meth:`groups`, in order."""
-        return [device for group in self.groups(record) for device in group]
-
     def fits(self, device: Device, record: ModelRecord) -> bool:
         """Whether a device could hold a model's share if it were empty."""
         return device.report.memory_bytes >= record.budget_bytes and runs(device, record)

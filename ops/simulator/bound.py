@@ -329,23 +329,16 @@ class Charges:
     hours: float
     work_part: float
     """Of the sum, what came from pieces in which work was more than residency."""
-    arriving_gpu_hours: float
-    """Least work of everything that arrives, done in the window or not, and nothing left out. No bound on the window's cost,
-    but near one on what a long run of such windows costs."""
 
 
 def charges_of(workload: Workload, trace: Trace, window: Window, factors: Sequence[float] | None = None) -> Charges:
     """The charges of one window. ``factors`` are the least of each model: how many times its profile's times it takes."""
     models = _requests(workload, trace, window, factors or [1.0] * len(workload.models))
     piece = _best(workload, models, window.begin_s, window.end_s)
-    arriving_s = sum(
-        float(least_work_s(r.model, r.inputs, r.steps + 1, device_bytes=workload.pool.device_bytes).sum()) for r in models
-    )
     return Charges(
         models=tuple(piece.charges),
         hours=(window.end_s - window.begin_s) / 3600,
         work_part=piece.work_s / piece.total_s if piece.total_s > 0 else 1.0,
-        arriving_gpu_hours=arriving_s / 3600,
     )
 
 

@@ -1,7 +1,7 @@
 """The smallest dedicated split of a workload: how many whole-GPU replicas each model needs when it has them for itself.
 
-Found by simulating each model alone (``dedicated``), not by arithmetic. That a split meets the SLO is shown by
-:func:`static_split` itself; that it is minimal, by the model's missing it with one replica less.
+Found by simulating each model alone (``dedicated``), not by arithmetic: with so many replicas it meets the SLO, with one
+less it misses it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,3 @@ def _surely_needed(workload: Workload, model: int, seed: int, share: float) -> i
     hours = sum(window.hours for window in charges)
     # ``only`` keeps the model's number, so the other models have no charges.
     return max(1, int(least_gpu_hours(charges, share) / hours / workload.models[model].gpus))
-
-
-def static_split(workload: Workload, seed: int, share: float = 0.99) -> dict[str, int]:
-    """Replicas by model: the smallest dedicated split with which ``share`` of each model's requests are within SLO."""
-    return {model.name: least_replicas(workload, n, seed, share) for n, model in enumerate(workload.models)}

@@ -103,11 +103,6 @@ class World:
         self._ties += 1
         heappush(self._heap, (at_s, self._ties, None, 0, action))
 
-    @property
-    def arrivals_left(self) -> bool:
-        """Whether requests of the trace are still to come."""
-        return self._next_arrival < len(self.arrival_s)
-
     def run(self, until_s: float) -> None:
         """Lets all events up to ``until_s`` happen."""
         heap = self._heap
