@@ -271,7 +271,7 @@ class Prospects:
             for device in replica.devices if replica.running else ():
                 takers[device] = takers.get(device, 0) + 1
         readings = [
-            self._reading(now_s, model, costs, need, replica, takers)
+            self._reading(model, costs, need, replica, takers)
             for (model, costs), need in zip(pairs, needs, strict=True)
             for replica in model.replicas
             if replica.state is ReplicaState.READY
@@ -285,7 +285,6 @@ class Prospects:
 
     def _reading(
         self,
-        now_s: float,
         model: ModelView,
         costs: StepCosts,
         need: ModelNeed,

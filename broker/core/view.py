@@ -149,7 +149,7 @@ class ViewBuilder:
             if replica.replica in pool.leaving or state is ReplicaState.DRAINING:
                 leaving += 1
             elif state is ReplicaState.READY or state in COMING:
-                replicas.append(self._replica(now_s, record, replica, stays or pool.replica_locked(replica), known))
+                replicas.append(self._replica(record, replica, stays or pool.replica_locked(replica), known))
         replicas.extend(self._promised(now_s, record, held) for held in promised)
         replicas.sort(key=lambda view: view.replica)
         return ModelView(
@@ -171,7 +171,6 @@ class ViewBuilder:
 
     def _replica(
         self,
-        now_s: float,
         record: ModelRecord,
         replica: Replica,
         stays: bool,

@@ -124,7 +124,7 @@ class Control:
         self._meter = meter
         workload, options = world.workload, world.options
         pool = workload.pool
-        self._ladder = options.ladder or workload.ladder
+        self._ladder = workload.ladder
         self._always_cold = bool(getattr(policy, "cold_loads", False))
         settings = options.settings or QUIET
         if settings.models_per_device_max is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.core.scheduler_events import SchedulerSettings
-from ops.simulator.types import LoadLadder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +19,6 @@ class Patience:
 class RunOptions:
     """Defaults are those of all tables."""
 
-    ladder: LoadLadder | None = None
-    """Other load times than the workload's."""
     error_sigma: float = 0.05
     """Spread of the factor per model and device by which everything takes longer or shorter than the profile says."""
     tick_s: float = 0.2
