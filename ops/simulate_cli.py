@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from ops.simulator.cases import Case
+    from ops.simulator.cases import Case, Simulation
     from ops.simulator.suite import Progress, Row, Table
 
 SECONDS = click.FloatRange(min=0, min_open=True)
@@ -182,12 +182,9 @@ def _progress(of: int) -> Iterator[Callable[[Progress], None]]:
     if not sys.stderr.isatty():
 
         def line(progress: Progress) -> None:
-            one = progress.simulation
             failed = f" FAILED: {progress.error}" if progress.error else ""
             click.echo(
-                f"simulate: {progress.done}/{of} {one.case.label} {one.policy} window {one.window} "
-                f"({progress.cpu_s:.1f} s){failed}",
-                err=True,
+                f"simulate: {progress.done}/{of} {_title(progress.simulation)} ({progress.cpu_s:.1f} s){failed}", err=True
             )
 
         yield line
@@ -205,10 +202,16 @@ def _progress(of: int) -> Iterator[Callable[[Progress], None]]:
         task = bar.add_task("simulating", total=of)
 
         def advance(progress: Progress) -> None:
-            one = progress.simulation
-            bar.update(task, advance=1, description=f"{one.case.label} {one.policy} window {one.window}")
+            bar.update(task, advance=1, description=_title(progress.simulation))
 
         yield advance
+
+
+def _title(one: Simulation) -> str:
+    """The bound is one piece of work for all windows."""
+    from ops.simulator.suite import BOUND
+
+    return f"{one.case.label} {one.policy}" + (f" window {one.window}" if one.policy != BOUND else "")
 
 
 def print_rows(table: Table) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 from broker.core.policy import Decision, PoolView
 from ops.cli import main
 from ops.simulator import suite
+from ops.simulator.bound import bound_windows
 from ops.simulator.cases import Case, Simulation, build
 from ops.simulator.policies import POLICIES
 from ops.simulator.report import page, write_page
@@ -143,6 +145,24 @@ def test_windows_are_merged_in_order_into_one_row(case: Case, monkeypatch: pytes
     assert requests[0] == requests[1]
     assert len(split.series) == 2
     assert split.attainment[0].time_s[0] < split.attainment[1].time_s[0]
+
+
+def test_bound_of_a_row_is_of_all_its_windows_together(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy may miss its hundredth of merged windows wherever it likes, so bounds per window are too high (OPS-6)."""
+    whole = build(case)
+    window = whole.windows[0]
+    edges = np.linspace(window.begin_s, window.end_s, 5).tolist()
+    quarters = tuple(replace(window, begin_s=begin_s, end_s=end_s) for begin_s, end_s in pairwise(edges))
+    split = replace(whole, windows=quarters)
+    monkeypatch.setattr(suite, "build", lambda _case: split)
+    told: list[tuple[int, int]] = []
+    planned = plan([case], [BOUND, "static"], 3, ablations=False, plots=False)
+    assert [simulation.policy for simulation in planned].count(BOUND) == 1
+    planned = planned[:1]
+    row = run_suite(planned, processes=1, told=lambda progress: told.append((progress.done, progress.of))).rows[0]
+    assert told == [(1, 1)]
+    assert row.gpu_hours == bound_windows(split, 3)
+    assert row.gpu_hours < sum(bound_windows(replace(split, windows=(quarter,)), 3) for quarter in quarters)
 
 
 def test_headline_is_the_four_workloads_under_all_policies_with_the_bound() -> None:
