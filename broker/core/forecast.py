@@ -35,7 +35,7 @@ class ForecastSettings:
     """Series kept, ``ALL_CLASSES`` included: some 6 KB each, and 9 KB more once it has seen a day. The one without load for
     longest goes first."""
     events_max: int = 256
-    """Declared events kept; the one that ends first goes first."""
+    """Declared events kept; what is over goes first, then the one that ends last."""
     settle_per_look: int = 16
     """Quiet series that are brought up to date at each look, in turn."""
 
@@ -217,7 +217,7 @@ class Forecaster:
             raise ValueError(f"event {event.name!r}: must end after it begins, with a factor above 0 and at_least from 0 on")
         self._events[event.name] = event
         while len(self._events) > self.settings.events_max:
-            del self._events[min(self._events.values(), key=lambda item: (item.end_s, item.name)).name]
+            del self._events[max(self._events.values(), key=self._dispensable).name]
 
     def withdraw(self, name: str) -> None:
         """Takes a declared event back; an unknown name is ignored."""
@@ -230,6 +230,9 @@ class Forecaster:
             self._answers.pop(key, None)
 
     # ---------------------------------------------------------------------------------------------------------- private
+
+    def _dispensable(self, event: DeclaredEvent) -> tuple[bool, float, str]:
+        return self._heard_s is not None and event.end_s <= self._heard_s, event.end_s, event.name
 
     def _new(self, key: Key, window: int) -> Series:
         if len(self._series) >= self.settings.keys_max:

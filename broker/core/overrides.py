@@ -27,7 +27,7 @@ from broker.core.scheduler_events import (
 )
 from subjects.errors import ConfigError
 from subjects.ids import DeviceId, ReplicaId
-from subjects.messages import DeclaredLoad, Mode, Override, OverrideKind, Overrides
+from subjects.messages import Mode, Override, OverrideKind, Overrides
 
 OVERRIDES_MAX = 10_000
 """So many words of people are kept at once; one more is refused."""
@@ -99,7 +99,10 @@ def _set(entry: Override) -> SchedulerEvent:
         case OverrideKind.DEVICE_DRAIN:
             return WorkerClosed(*split_device(entry.about), bound_s=entry.bound_s)
         case OverrideKind.EVENT:
-            load = entry.load or DeclaredLoad(begin_unix_s=0.0, end_unix_s=0.0)
+            load = entry.load
+            if load is None or not load.begin_unix_s < load.end_unix_s:
+                # Nothing that this release wrote: it announces nothing, and what it stands in place of is not meant either.
+                return LoadWithdrawn(entry.about)
             return LoadDeclared(entry.about, load.begin_unix_s, load.end_unix_s, load.model, load.factor, load.at_least)
         case _:
             assert_never(entry.kind)

@@ -202,7 +202,7 @@ def test_a_wrong_event_is_refused(event: DeclaredEvent) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """More keys than fit push out the one without load for longest; events likewise by their end."""
+    """More keys than fit push out the one without load for longest; of events what is over goes, then the furthest."""
     forecaster = Forecaster(ForecastSettings(keys_max=4, events_max=2))
     for number in range(6):
         forecaster.observe(float(number), (ModelHash(f"{number:064x}"), 0), 1.0)
@@ -211,10 +211,14 @@ def test_memory_is_bounded() -> None:
     forecaster.heard(6.0)
     assert forecaster.predict(6.0, (ModelHash(f"{5:064x}"), 0), 10.0).observed_s > 0
     assert forecaster.predict(6.0, (ModelHash(f"{0:064x}"), 0), 10.0) == NOTHING
-    for number in range(3):
-        forecaster.declare(DeclaredEvent(f"e{number}", 0.0, 10.0 + number, A, at_least=1.0 + number))
-    assert forecaster.predict(0.0, (A, ALL_CLASSES), 5.0).mean == 3.0
-    assert forecaster.predict(10.5, (A, ALL_CLASSES), 0.0).mean == 3.0
+    for number in (2, 0, 1):
+        forecaster.declare(DeclaredEvent(f"e{number}", 6.0, 10.0 + number, A, at_least=1.0 + number))
+    assert forecaster.predict(6.0, (A, ALL_CLASSES), 4.0).mean == 2.0
+    assert forecaster.predict(10.5, (A, ALL_CLASSES), 0.0).mean == 2.0
+    forecaster.heard(10.5)
+    forecaster.declare(DeclaredEvent("later", 20.0, 30.0, A, at_least=9.0))
+    assert forecaster.rate_at(10.5, (A, ALL_CLASSES), 0.0) == 2.0
+    assert forecaster.rate_at(10.5, (A, ALL_CLASSES), 10.0) == 9.0
     forecaster.forget(ModelHash(f"{5:064x}"))
     assert len(forecaster) == 2
 

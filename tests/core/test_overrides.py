@@ -73,6 +73,18 @@ def test_every_word_is_told_and_taken_back(override: Override, said: SchedulerEv
     assert changes(one, none) == [taken_back]
 
 
+@pytest.mark.parametrize(
+    "load", [None, DeclaredLoad(begin_unix_s=2.0, end_unix_s=2.0), DeclaredLoad(begin_unix_s=2.0, end_unix_s=1.0)]
+)
+def test_an_event_that_says_nothing_of_its_load_is_none(load: DeclaredLoad | None) -> None:
+    """What some other writer left in the bucket announces nothing, and takes the place of what had its name (SCH-5)."""
+    told = Override(kind=OverrideKind.EVENT, about="launch", load=DeclaredLoad(begin_unix_s=1.0, end_unix_s=2.0, factor=3.0))
+    whole = with_override(Overrides(), told)
+    empty = with_override(whole, Override(kind=OverrideKind.EVENT, about="launch", load=load))
+    assert changes(whole, empty) == changes(Overrides(), empty) == [LoadWithdrawn("launch")]
+    assert changes(empty, whole) == [LoadDeclared("launch", 1.0, 2.0, factor=3.0)]
+
+
 def test_saying_the_same_again_is_nothing_new() -> None:
     """Not even a later time of it; another value is."""
     first = with_override(Overrides(), Override(kind=OverrideKind.MODE, about="m", value="act", at_unix_s=1.0))
