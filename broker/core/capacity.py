@@ -22,7 +22,6 @@ from enum import Enum
 
 from broker.core.policy import Arrivals
 from profiles.costs import step_s
-from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, StepCosts
 
 TPOT_USED = 0.65
@@ -189,55 +188,3 @@ def _rate_within(service_s: float, wait_s: float, burstiness: float) -> float:
         late = middle * math.exp(-2 * (1 - middle) * wait_s / ((burstiness + 0.25) * service_s))
         low, high = (middle, high) if late <= LATE_SHARE_MAX else (low, middle)
     return low / service_s
-
-
-# --------------------------------------------------------------------------------------------------------- live correction
-
-
-@dataclass(slots=True)
-class _Factor:
-    log: float = 0.0
-    seen: float = 0.0
-    at_s: float = 0.0
-
-
-class Corrections:
-    """How much longer things take than the profile says, per model and kind of device, learned while serving.
-
-    A running mean of logarithms, so that twice and half as long cancel out; old observations fade with ``half_life_s``, and
-    without any the factor goes back to 1. Bounded on both sides: a profile is never overruled altogether.
-    """
-
-    def __init__(self, low: float = 0.5, high: float = 2.0, half_life_s: float = 300.0, prior: float = 20.0) -> None:
-        self.low = low
-        self.high = high
-        self.half_life_s = half_life_s
-        self.prior = prior
-        """So many observations weigh as much as the profile."""
-        self._factors: dict[tuple[ModelHash, str], _Factor] = {}
-
-    def observe(self, now_s: float, model_hash: ModelHash, device_type: str, ratio: float, weight: float = 1.0) -> None:
-        """Something took ``ratio`` times what the profile says; ``weight`` such things at once."""
-        factor = self._factors.setdefault((model_hash, device_type), _Factor(at_s=now_s))
-        self._fade(now_s, factor)
-        factor.log += weight * math.log(min(max(ratio, self.low / 2), self.high * 2))
-        factor.seen += weight
-
-    def factor(self, now_s: float, model_hash: ModelHash, device_type: str) -> float:
-        """By how much the profile's times are to be multiplied; 1.0 where nothing was seen."""
-        factor = self._factors.get((model_hash, device_type))
-        if factor is None:
-            return 1.0
-        self._fade(now_s, factor)
-        return min(max(math.exp(factor.log / (factor.seen + self.prior)), self.low), self.high)
-
-    def forget(self, model_hash: ModelHash) -> None:
-        """Drops what is known of a model that is gone or was applied anew."""
-        for key in [key for key in self._factors if key[0] == model_hash]:
-            del self._factors[key]
-
-    def _fade(self, now_s: float, factor: _Factor) -> None:
-        left = 0.5 ** (max(0.0, now_s - factor.at_s) / self.half_life_s)
-        factor.log *= left
-        factor.seen *= left
-        factor.at_s = max(factor.at_s, now_s)

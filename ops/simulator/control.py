@@ -69,6 +69,10 @@ from workers.core import agent_events as agents
 from workers.core.agent import AgentCore
 from workers.engines.base import EngineInfo
 
+TAIL_TICK_S = 1.0
+"""Cadence of telemetry and decisions once the window is over: nothing arrives then, and device time counts no more."""
+UNLOAD_S = 0.1
+"""From the order to end a drained replica to its memory's being free."""
 NEVER_S = 1e9
 QUIET = SchedulerSettings(
     suspect_s=NEVER_S,
@@ -191,7 +195,7 @@ class Control:
         if now_s < self._meter.window.end_s:
             world.at(self._began_s + self._ticks * world.options.tick_s, self._tick)
         else:
-            world.at(now_s + world.options.tail_tick_s, self._tick)
+            world.at(now_s + TAIL_TICK_S, self._tick)
 
     def _after(self, action: Callable[[], None]) -> None:
         self._world.at(self._world.now_s + self._world.options.bus_s, action)
@@ -358,7 +362,7 @@ class Control:
             case Concurrency():
                 world.set_slots(replica, message.slots)
             case Stop():
-                world.at(world.now_s + world.options.unload_s, lambda: self._exit(node, replica_id, 0))
+                world.at(world.now_s + UNLOAD_S, lambda: self._exit(node, replica_id, 0))
             case Resize():
                 self._resize(node, replica, message)
             case Start() | Sleep() | Wake():

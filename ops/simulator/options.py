@@ -23,12 +23,8 @@ class RunOptions:
     """Spread of the factor per model and device by which everything takes longer or shorter than the profile says."""
     tick_s: float = 0.2
     """Cadence of telemetry and decisions."""
-    tail_tick_s: float = 1.0
-    """The same once the window is over: nothing arrives then, and device time does not count any more."""
     bus_s: float = 0.002
     """From one process to another."""
-    unload_s: float = 0.1
-    """From the order to end a drained replica to its memory's being free."""
     max_wait_s: float = 120.0
     """Longest wait of a request for a replica; then it is refused."""
     tail_s_max: float = 900.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ops.simulator.cases import HEADLINE_WORKLOADS, Case, Simulation, build
+from ops.simulator.cases import Case, Simulation, build
 from ops.simulator.metrics import Series
 from ops.simulator.policies import POLICIES
 from ops.simulator.run import Run, merge, run
@@ -108,7 +108,6 @@ class Table:
     """All rows of one command, in the order of cases and policies."""
 
     rows: list[Row] = field(default_factory=list)
-    wall_s: float = 0.0
 
     def row(self, label: str, policy: str) -> Row | None:
         """The row of a case's label and a policy."""
@@ -118,11 +117,6 @@ class Table:
     def ok(self) -> bool:
         """No row failed."""
         return not any(row.error for row in self.rows)
-
-
-def headline_cases(suite: str) -> list[Case]:
-    """The four workloads of a suite."""
-    return [Case(workload=name, suite=suite) for name in HEADLINE_WORKLOADS]
 
 
 def policies_for(workload: Workload, asked: Sequence[str] = (), *, ablations: bool = False) -> list[str]:
@@ -162,7 +156,6 @@ def run_suite(
     planned: Sequence[Simulation], *, processes: int = 0, told: Callable[[Progress], None] = lambda _progress: None
 ) -> Table:
     """Runs ``planned`` on so many processes (0: one per core of this process) and returns the table."""
-    started_s = time.monotonic()
     processes = process_count(processes, len(planned))
     waiting: dict[tuple[str, str, int], list[Simulation]] = {}
     for simulation in planned:
@@ -176,7 +169,7 @@ def run_suite(
             # Merged as soon as it is whole: the columns of a day of requests are large.
             rows[key] = _row(sorted(found.pop(key), key=lambda one: one.simulation.window))
         told(Progress(done, len(planned), piece.simulation, piece.cpu_s, piece.error))
-    return Table(rows=[rows[key] for key in waiting], wall_s=time.monotonic() - started_s)
+    return Table(rows=[rows[key] for key in waiting])
 
 
 def process_count(asked: int, jobs: int) -> int:

@@ -19,11 +19,10 @@ from broker.core.policy import Decision, PoolView
 from ops.cli import main
 from ops.simulator import suite
 from ops.simulator.bound import bound_windows
-from ops.simulator.cases import Case, Simulation, build
+from ops.simulator.cases import HEADLINE_WORKLOADS, Case, Simulation, build
 from ops.simulator.policies import POLICIES
 from ops.simulator.report import page, write_page
-from ops.simulator.suite import BOUND, SCALARS, Scalar, Table, headline_cases, plan, policies_for, run_suite, scalars
-from ops.simulator.traces.recording import RecordedModel, RecordedRequest, write_recording
+from ops.simulator.suite import BOUND, SCALARS, Scalar, Table, plan, policies_for, run_suite, scalars
 from ops.simulator.types import PolicyContext
 from subjects.errors import ConfigError
 
@@ -55,14 +54,15 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Two minutes of two models; the name has to be escaped in a page."""
     path = tmp_path_factory.mktemp("traces") / "mine.jsonl"
     random = np.random.default_rng(1)
-    requests = (
-        RecordedRequest(at_s=float(at_s), model=model, input_tokens=int(tokens), output_tokens=int(tokens) // 4 + 1)
+    lines = [{"carpool_recording": 1, "models": {"chat": {"size": "8B"}, "big": {"size": "70B"}}}]
+    lines += [
+        {"at_s": float(at_s), "model": model, "input_tokens": int(tokens), "output_tokens": int(tokens) // 4 + 1}
         for model, rps in (("chat", 2.0), ("big", 0.3))
         for at_s, tokens in zip(
             np.sort(random.uniform(0, 120, int(120 * rps))), random.integers(20, 400, int(120 * rps)), strict=True
         )
-    )
-    write_recording(path, {"chat": RecordedModel(size="8B"), "big": RecordedModel(size="70B")}, requests)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return Case(workload="<mine> & yours", trace=str(path))
 
 
@@ -167,9 +167,8 @@ def test_bound_of_a_row_is_of_all_its_windows_together(case: Case, monkeypatch: 
 
 def test_headline_is_the_four_workloads_under_all_policies_with_the_bound() -> None:
     """The suite's rows are fixed: 25 of them could not quietly become fewer."""
-    cases = headline_cases("headline")
-    assert [case.workload for case in cases] == ["five-lines", "busy-few", "long-tail", "burst"]
-    for case in cases:
+    assert HEADLINE_WORKLOADS == ("five-lines", "busy-few", "long-tail", "burst")
+    for case in [Case(workload=name) for name in HEADLINE_WORKLOADS]:
         workload = build(case)
         rows = policies_for(workload)
         assert rows[-1] == BOUND

@@ -70,23 +70,6 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     trace: Trace
 
 
-def write_recording(path: Path, models: dict[str, RecordedModel], requests: Iterator[RecordedRequest]) -> int:
-    """Writes one, by the path's ending; returns the number of requests."""
-    packed = ".msgpack" in path.suffixes
-    count = 0
-    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
-
-        def put(thing: Header | RecordedRequest) -> None:
-            plain = {name: value for name, value in msgspec.to_builtins(thing).items() if value is not None}
-            file.write(msgspec.msgpack.encode(plain) if packed else msgspec.json.encode(plain) + b"\n")
-
-        put(Header(carpool_recording=VERSION, models=models))
-        for request in requests:
-            put(request)
-            count += 1
-    return count
-
-
 def read_recording(path: Path) -> Recording:
     """Reads one, by the path's ending.
 

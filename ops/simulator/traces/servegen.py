@@ -57,12 +57,6 @@ class ServeGenModel:
     outputs: npt.NDArray[np.int32]
     _pools: dict[int, tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]] = field(default_factory=dict)
 
-    @property
-    def gap_cells(self) -> tuple[int, ...]:
-        """Cells between the first and the last in which no client has any rate: most likely gaps in the collection."""
-        present = set(self.cell.tolist())
-        return tuple(cell for cell in range(int(self.cell.min()), int(self.cell.max()) + 1) if cell not in present)
-
     def total_rps(self, cells: int) -> npt.NDArray[np.float64]:
         """Rate of all clients together in the cells from 0."""
         return np.bincount(self.cell, weights=self.rate_rps, minlength=cells)[:cells].astype(np.float64)
