@@ -1,6 +1,7 @@
 """Ours (``broker.core.coordinator``), and itself without one mechanism each: which of them wins what.
 
-- ``no-forecast``: capacity follows what arrives now; no headroom for bursts is learned, no spares wait for them.
+- ``no-forecast``: capacity follows what arrives now; no headroom for bursts is learned, no spares wait for them, and
+  nothing of ``broker.core.prospects`` is asked: seasons, declared events, readings of the engines.
 - ``no-coresidence``: every replica has its devices for itself.
 - ``no-resize``: a replica keeps the KV budget that it was loaded with.
 - ``no-grouping``: nothing keeps requests of one model together on what is loaded: no minimum residency, no calm between
@@ -37,7 +38,7 @@ def carpool(context: PolicyContext) -> Coordinator:
 def without_forecast(context: PolicyContext) -> Coordinator:
     """Factory of ``carpool-no-forecast``."""
     needs = replace(NeedSettings(), headroom=NO_HEADROOM)
-    return _Named("carpool-no-forecast", CoordinatorSettings(needs=needs, spare_level=0.0))
+    return _Named("carpool-no-forecast", CoordinatorSettings(needs=needs, spare_level=0.0, prospects=None))
 
 
 def without_coresidence(context: PolicyContext) -> Coordinator:
