@@ -249,6 +249,7 @@ def _record(
         max_replicas=strategy.max_replicas,
         pinned=strategy.pinned,
         allow_co_location=strategy.allow_co_location,
+        tenant=strategy.tenant or "",
         fallback=strategy.fallback or "",
         max_wait_s=strategy.max_wait_s,
         queue_requests_max=strategy.queue_requests_max,

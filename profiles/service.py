@@ -97,10 +97,11 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the pool may treat the model."""
+    """How the pool may treat the model. A model with a ``tenant`` shares devices only with models of that tenant."""
 
     supported_dtypes: Annotated[tuple[Dtype, ...], msgspec.Meta(max_length=8)] = ()
     allow_co_location: bool = True
+    tenant: Name | None = None
     min_replicas: Count = 0
     max_replicas: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
     sla_class: SlaClass = msgspec.field(default=SlaClass.SILVER, name="class")

@@ -380,6 +380,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_replicas: int = 1
     pinned: bool = False
     allow_co_location: bool = True
+    tenant: str = ""
+    """Whose models alone may be beside it; empty: those of nobody in particular."""
     fallback: str = ""
     max_wait_s: float = 120.0
     queue_requests_max: int = 512

@@ -89,7 +89,8 @@ class Catalogue:
 
     def _index(self) -> None:
         self.news += 1
-        self.all_co_locate = all(record.allow_co_location for record in self.records.values())
+        records = self.records.values()
+        self.all_co_locate = all(record.allow_co_location for record in records) and len({r.tenant for r in records}) <= 1
         self._of_hash.clear()
         self._pinned.clear()
         self._locked.clear()

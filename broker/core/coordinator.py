@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from broker.core.capacity import prefill_work_s
-from broker.core.layout import Block, Layout, Need, Prices, Problem, Site
+from broker.core.capacity import decode_work_s, prefill_work_s
+from broker.core.layout import Layout
 from broker.core.learning import DeviceScores, LearningSettings
 from broker.core.look import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.memory import Memory, MemorySettings
@@ -32,13 +32,17 @@ from broker.core.policy import (
     SetReplicaConcurrency,
     StopReplica,
 )
+from broker.core.problem import Block, Need, Prices, Problem, Site
 from broker.core.prospects import Prospects, ProspectsSettings
 from broker.core.spares import SpareChooser, Spares
 from subjects.ids import ModelHash, ReplicaId
-from subjects.messages import ReplicaState, SlaClass, StepCosts
+from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 
 VALUES = {SlaClass.GOLD: 3000.0, SlaClass.SILVER: 1000.0, SlaClass.BRONZE: 300.0, SlaClass.BATCH: 50.0}
 """What all of a model's load is worth, in devices."""
+
+SHUT = "shut"
+"""Kind of a site to which nothing can come, whatever the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,6 @@ class CoordinatorSettings:
     lack_replicas: float = 0.25
     """Share of a need that may be lacking before anything is done, and at most so many replicas' worth of it: what is given
     up must leave all of it."""
-    spanning_factor: float = 1.1
-    """Times its work that a replica over several devices takes of each in its neighbours' eyes."""
     kv_lack_free: float = 0.12
     """The same for KV."""
     spare_level: float = 1.3
@@ -186,14 +188,20 @@ class Coordinator:
 
     def _look(self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]) -> Look:
         number = {key: index for index, key in enumerate(view.devices)}
-        sites = tuple([self._site(view, device) for device in view.devices.values()])
+        sites = [self._site(view, device) for device in view.devices.values()]
+        kinds = {_kind(device): device for device in view.devices.values()}
         blocks = []
         replicas: dict[ReplicaId, ReplicaView] = {}
         wanted = []
         for index, (model, costs) in enumerate(pairs):
-            asked = self._need(now_s, model, costs, needs[index])
-            wanted.append(self.prospects.adjusted(asked, needs[index], model) if self.prospects else asked)
+            asked = self._need(now_s, model, costs, needs[index], kinds)
+            wanted.append(self.prospects.adjusted(asked, needs[index]) if self.prospects else asked)
             for replica in model.replicas:
+                for key in replica.devices if replica.stays else ():
+                    if key not in number:
+                        # Its device is locked: nothing comes there, and what serves there goes on.
+                        number[key] = len(sites)
+                        sites.append(Site(key, "", SHUT, replica.budget_bytes, 0))
                 places = [number[key] for key in replica.devices if key in number]
                 if len(places) == model.record.gpus:
                     held = left = 0
@@ -204,15 +212,15 @@ class Coordinator:
                     place = tuple(sorted(places))
                     blocks.append(Block(index, place, replica.replica, replica.stays, held, left))
                     replicas[replica.replica] = replica
-        problem = Problem(sites, tuple(wanted), tuple(blocks), self.settings.prices)
+        problem = Problem(tuple(sites), tuple(wanted), tuple(blocks), self.settings.prices)
         return Look(now_s, view, [model for model, _ in pairs], needs, [costs for _, costs in pairs], problem, replicas)
 
     def _site(self, view: PoolView, device: DeviceView) -> Site:
         residents = view.models_per_device_max if self.settings.shares_devices else 1
         group = f"{device.key[0]}/{device.link}" if device.link else ""
-        return Site(device.key, group, device.device_type, device.memory_bytes, residents)
+        return Site(device.key, group, _kind(device), device.memory_bytes, residents)
 
-    def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed) -> Need:
+    def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> Need:
         s = self.settings
         record = model.record
         kv_min = kv_least_bytes(record, s.memory.kv_tokens_min)
@@ -223,7 +231,7 @@ class Coordinator:
             load=self._at_least(need.load) if alive else 0.0,
             load_keep=need.load_keep if alive else 0.0,
             bytes_min=fixed_bytes(record) + -(-kv_min // record.gpus),
-            rates=dict.fromkeys(record.costs, 1.0),
+            rates=_rates(record, costs, need, kinds),
             gpus=record.gpus,
             standing=standing(model, costs),
             usage=self._usage(model, costs, need),
@@ -235,6 +243,7 @@ class Coordinator:
             replicas_wanted=math.ceil(need.seats / record.max_num_seqs) if alive else 0,
             replicas_max=record.max_replicas if model.may_load else min(record.max_replicas, len(model.replicas)),
             co_locates=record.allow_co_location,
+            tenant=record.tenant,
             load_s=model.load_s,
         )
 
@@ -252,14 +261,16 @@ class Coordinator:
         self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
         layout = Layout(look.problem, self._blocks(look))
         search = Search(layout, s.trials_max)
+        there = list(layout.blocks)
         search.grow()
+        enough = list(layout.blocks) == there
         why = "the rest carries it"
         spares = self._spares.kept
         if self._doomed or any(not look.ready(replica) for replica in look.replicas if replica not in spares):
             self._calm_s = now_s
         if now_s - self._looked_s >= s.look_s - 1e-6:
             self._looked_s = now_s
-            if layout.trials == 0 and now_s - self._watches_since_s >= s.watch_s:
+            if enough and now_s - self._watches_since_s >= s.watch_s:
                 emptied = self._give_up(look, search)
                 if emptied:
                     names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)
@@ -425,8 +436,10 @@ class Coordinator:
         }
         for replica in self._doomed:
             weights[replica] = 0.0 if replica in self._closed else 0.5
-        self._told = {replica: weight for replica, weight in self._told.items() if replica in look.replicas}
-        changed = self._changed(weights)
+        there = {view.replica: model.may_act for model in look.view.models.values() for view in model.replicas}
+        self._told = {replica: weight for replica, weight in self._told.items() if replica in there}
+        # Where people only want to see what would be done, the routing stays as it is by itself.
+        changed = self._changed({replica: weight if there[replica] else 1.0 for replica, weight in weights.items()})
         changed.update(self._rushes(look.models, look.needs, look.now_s))
         return changed
 
@@ -444,7 +457,7 @@ class Coordinator:
             elif now_s - self._rush_s.get(model_hash, -math.inf) > 1.0:
                 self._rush_s.pop(model_hash, None)
             for view in model.replicas:
-                if view.replica in self._spares.kept:
+                if view.replica in self._spares.kept and model.may_act:
                     weights[view.replica] = 0.5 if model_hash in self._rush_s else 0.0
         return self._changed(weights)
 
@@ -476,3 +489,22 @@ class Coordinator:
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
         return actions
+
+
+def _kind(device: DeviceView) -> str:
+    """Devices of one kind are equal to a plan: the same hardware, and the same engines to run on it."""
+    return " ".join((device.device_type, *device.engines))
+
+
+def _rates(record: ModelRecord, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> dict[str, float]:
+    """By kind how fast a model's usual request is served there, over how fast with ``costs``; those where it can run."""
+    rates = {SHUT: 1.0}
+    tokens = (need.input_tokens, need.output_tokens)
+    work_s = prefill_work_s(costs, need.input_tokens) + decode_work_s(costs, *tokens)
+    for kind, device in kinds.items():
+        there = record.costs.get(device.device_type)
+        if there is None or (device.engines and record.engine_type.value not in device.engines):
+            continue
+        takes_s = prefill_work_s(there, need.input_tokens) + decode_work_s(there, *tokens)
+        rates[kind] = work_s / takes_s if there is not costs and takes_s > 0 else 1.0
+    return rates

@@ -56,7 +56,8 @@ class Memory:
         self.spares: list[tuple[int, tuple[int, ...]]] = []
         """Places of the spares that are started."""
         sites = look.problem.sites
-        self._free = [look.view.devices[site.key].free_planned_bytes for site in sites]
+        devices = look.view.devices
+        self._free = [devices[site.key].free_planned_bytes if site.key in devices else 0 for site in sites]
         self._beside: dict[int, list[ReplicaId]] = {}
         self._spare_bytes: dict[int, int] = {}
         out = {**dict.fromkeys(doomed), **spares.kept}

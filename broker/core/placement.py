@@ -392,7 +392,9 @@ class SchedulerCore:
         decision = policy.decide(now_s, self.views.build(now_s))
         next_look_s = decision.next_look_s if decision.next_look_s is not None else math.inf
         self._next_look_s = max(next_look_s, now_s + self.settings.policy_look_s)
-        self.notes.update(decision.notes)
+        if decision.notes:
+            notes = self.notes | decision.notes
+            self.notes = {name: note for name, note in notes.items() if self.catalogue.of_hash(name) is not None}
         self.digests.weigh(decision.weights)
         self.actions.carry_out(now_s, decision.actions, out)
 

@@ -33,6 +33,8 @@ class DeviceView:
     """Loads under way or promised there; they are serial."""
     busy_s: float
     """Seconds since its worker's start in which an engine step ran."""
+    engines: tuple[str, ...] = ()
+    """What its worker can run, in order; empty: nothing is known of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class Decision:
 
     actions: tuple[Action, ...] = ()
     weights: dict[ReplicaId, float] = field(default_factory=dict)
-    """Routing weights that changed (1.0 is neutral; 0.0 takes no new requests)."""
+    """Routing weights that changed (1.0 is neutral; 0.0 takes no new requests); neutral for models that may not act."""
     notes: dict[ModelHash, str] = field(default_factory=dict)
     """Per model one line on why it has what it has, for ``explain``."""
     next_look_s: float | None = None

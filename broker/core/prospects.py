@@ -367,7 +367,7 @@ class Prospects:
 
     # ------------------------------------------------------------------------------------------------------------ planning
 
-    def adjusted(self, wanted: Need, need: ModelNeed, model: ModelView) -> Need:
+    def adjusted(self, wanted: Need, need: ModelNeed) -> Need:
         """A model's part of the plan's problem, by what is expected and what triggers wish; mostly as it was."""
         model_hash = wanted.model
         why = []

@@ -121,11 +121,11 @@ class Sites:
 
     def co_locates(self, record: ModelRecord, others: Iterable[ModelHash]) -> bool:
         """Whether a model and all of ``others`` may share a device."""
-        return record.allow_co_location and all(self._co_locates(other) for other in others)
+        return record.allow_co_location and all(self._co_locates(other, record.tenant) for other in others)
 
-    def _co_locates(self, model_hash: ModelHash) -> bool:
+    def _co_locates(self, model_hash: ModelHash, tenant: str) -> bool:
         record = self._catalogue.of_hash(model_hash)
-        return record is None or record.allow_co_location
+        return record is None or (record.allow_co_location and record.tenant == tenant)
 
     def _crowded(self, device: Device, record: ModelRecord, gone: Sequence[Replica] = ()) -> bool:
         most = self._settings.models_per_device_max

@@ -114,6 +114,7 @@ class ViewBuilder:
         views = {}
         for device in pool.devices(usable=True):
             room, report = pool.room(device), device.report
+            snapshot = device.worker.snapshot
             views[device.key] = DeviceView(
                 device.key,
                 report.kind,
@@ -124,6 +125,7 @@ class ViewBuilder:
                 room.largest_free_bytes,
                 room.loads_coming,
                 report.busy_s,
+                tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
             )
         return views
 

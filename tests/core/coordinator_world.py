@@ -113,7 +113,9 @@ class FluidPool:
     now_s: float = 1000.0
     replicas: dict[ReplicaId, Replica] = field(default_factory=dict)
     gone: set[DeviceKey] = field(default_factory=set)
-    """Devices that may take no work: draining, or not there."""
+    """Devices that may take no work: draining, locked or not there."""
+    acts: bool = True
+    """False: people only want to see what would be done."""
     done: list[Done] = field(default_factory=list)
     dropped: list[tuple[str, Action]] = field(default_factory=list)
     """What could not be done, and why not."""
@@ -316,7 +318,7 @@ class FluidPool:
             within_slo=finished,
             load_s=one.load_s,
             may_load=one.may_load,
-            may_act=True,
+            may_act=self.acts,
             finished_output_tokens=finished * one.output_tokens,
         )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 
-from broker.core.coordinator import Coordinator, CoordinatorSettings
+from broker.core.coordinator import SHUT, Coordinator, CoordinatorSettings, _rates
+from broker.core.needs import ModelNeed
 from broker.core.policy import ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
 from ops.simulator.control import QUIET
 from ops.simulator.models import sim_model
@@ -17,7 +19,7 @@ from ops.simulator.scenario_loads import pulse_47s
 from ops.simulator.types import LoadLadder, Window, Workload
 from ops.simulator.workloads import Steady
 from subjects.messages import SlaClass
-from tests.core.coordinator_world import FluidPool, Model, model
+from tests.core.coordinator_world import KIND, FluidPool, Model, model
 
 BEGIN_S = 1000.0
 """When fluid pools begin."""
@@ -77,6 +79,16 @@ def test_a_model_that_does_not_live_beside_others_gets_a_device_of_its_own() -> 
     there = world.there(steady, 0)
     world.run(30.0)
     assert len(world.starts(shy)) == 1 and world.starts(shy)[0].devices != there.devices
+
+
+def test_a_tenants_model_is_not_put_beside_others() -> None:
+    """Devices of one tenant are exclusive in plans too (SCH-3)."""
+    steady = model("8B", "steady", rate("8B", 0.3))
+    mine = model("3.8B", "mine", rate("3.8B", 0.2), tenant="acme")
+    world = pool([steady, mine], 3)
+    there = world.there(steady, 0)
+    world.run(30.0)
+    assert len(world.starts(mine)) == 1 and world.starts(mine)[0].devices != there.devices
 
 
 def test_a_load_that_grows_gets_devices_until_it_is_carried() -> None:
@@ -310,6 +322,61 @@ def test_nothing_is_done_on_a_device_that_takes_no_work(gone: int) -> None:
     assert all(world.key(gone) not in start.devices for start in world.starts(after_s=since_s))
     assert len([one for one in world.of(steady, ready=True) if world.key(gone) not in one.devices]) >= 2
     assert not {stop.replica for stop in world.stops()} & {r.replica for r in world.of(steady)}
+
+
+def test_what_serves_on_a_locked_device_still_counts() -> None:
+    """A person's lock keeps others away from a device; it is no reason to load the same once more elsewhere (SCH-11)."""
+    steady = model("8B", "steady", rate("8B", 0.7))
+    world = pool([steady], 4)
+    world.there(steady, 0, stays=True)
+    world.there(steady, 1)
+    world.run(60.0)
+    world.gone.add(world.key(0))
+    since_s = world.now_s
+    world.run(60.0)
+    assert not world.starts(after_s=since_s)
+
+
+def test_a_lack_that_nothing_helps_keeps_nobody_from_giving_up_devices() -> None:
+    """A model at its maximum of replicas lacks for ever; the devices of others that are not needed go all the same."""
+    full = model("8B", "full", rate("8B", 3.0), max_replicas=1)
+    little = model("8B", "little", rate("8B", 0.2))
+    world = pool([full, little], 4)
+    world.there(full, 0)
+    world.there(little, 1)
+    world.there(little, 2)
+    world.run(90.0)
+    assert len(world.of(full)) == 1 and len(world.of(little)) == 1
+
+
+def test_models_that_only_advise_keep_their_routing() -> None:
+    """In the modes observe and advise nothing is done, routing included (SCH-11)."""
+    shrinks = model("8B", "shrinks", rate("8B", 0.2))
+    world = pool([shrinks], 4)
+    world.acts = False
+    world.there(shrinks, 0)
+    world.there(shrinks, 1)
+    world.run(90.0)
+    assert world.stops()
+    assert not [weight for decision in world.decisions for weight in decision.weights.values() if weight != 1.0]
+
+
+def test_a_model_goes_where_its_engine_is_and_is_reckoned_by_what_that_device_can() -> None:
+    """Pools are mixed: kinds of devices with costs of their own, workers with engines of their own (SCH-1, SCH-2)."""
+    one = model("8B", "one", rate("8B", 0.2))
+    costs = one.record.costs[KIND]
+    slow = msgspec.structs.replace(costs, **{name: 2 * value for name, value in msgspec.structs.asdict(costs).items()})
+    record = msgspec.structs.replace(one.record, costs={KIND: costs, "old": slow})
+    view = pool([one], 1).view()
+    base = next(iter(view.devices.values()))
+    kinds = {
+        "fast": base,
+        "old": replace(base, device_type="old"),
+        "other engine": replace(base, engines=("openai_http",)),
+        "unknown": replace(base, device_type="new"),
+    }
+    rates = _rates(record, costs, ModelNeed(), kinds)
+    assert rates == {SHUT: 1.0, "fast": 1.0, "old": pytest.approx(0.5)}
 
 
 def test_a_pool_without_devices_or_models_is_no_error() -> None:

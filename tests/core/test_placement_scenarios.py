@@ -519,6 +519,20 @@ def test_a_model_that_wants_its_device_alone_gets_it() -> None:
     assert world.loaded() == ["alone"]
 
 
+def test_a_tenants_devices_are_its_own() -> None:
+    """A model with a tenant is beside models of that tenant and nobody else, however much room there is (SCH-3)."""
+    mine, too = record("mine", 0.5, tenant="acme"), record("too", 0.5, tenant="acme")
+    world = World(record("other", 0.5), mine, too)
+    world.agent(cpu0=2.0, cpu1=2.0)
+    for name in ("other", "mine", "too"):
+        world.ask(name)
+        world.run(8)
+    assert world.loaded() == ["mine", "other", "too"]
+    (agent,) = world.agents
+    devices = {replica.record.name: set(replica.devices) for replica in agent.replicas.values()}
+    assert devices["mine"] == devices["too"] != devices["other"]
+
+
 def test_persistent_waiting_adds_a_replica_in_free_room_only() -> None:
     """A model that keeps waiting beside a ready replica gets another one, up to its maximum, and evicts nobody for it."""
     world = World(record("a", max_replicas=2), B)
