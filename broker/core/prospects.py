@@ -177,7 +177,7 @@ class Prospects:
                 level = self._levels.get(model_hash, 0.0)
                 self._levels[model_hash] = level * fade + (1 - fade) * work_s / gone_s
         # The forecast itself forgets nobody here: a model may only be out of sight, and it bounds itself.
-        for known in (self._levels, self._expected, self._usual, self._best_hits, self._step_ratio):
+        for known in (self._levels, self._expected, self._usual, self._best_hits, self._step_ratio, self._why):
             for model_hash in [gone for gone in known if gone not in present]:
                 del known[model_hash]
         self._part = max(1, -(-len(self._telling) // self.settings.parts))
