@@ -199,7 +199,7 @@ class Coordinator:
             for replica in model.replicas:
                 for key in replica.devices if replica.stays else ():
                     if key not in number:
-                        # Its device is locked, or its worker silent for a moment: nothing comes there, and what stays goes on.
+                        # Its device is locked, or its worker silent for a moment: nothing comes, and what stays goes on.
                         number[key] = len(sites)
                         sites.append(Site(key, "", SHUT, replica.budget_bytes, 0))
                 places = [number[key] for key in replica.devices if key in number]
