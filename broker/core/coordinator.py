@@ -13,7 +13,7 @@ whether devices can be given up. What it wants is a layout (``layout``, ``packin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from broker.core.capacity import decode_work_s, prefill_work_s
 from broker.core.layout import Layout
@@ -78,6 +78,7 @@ class CoordinatorSettings:
     """After a longer pause it is as if new."""
     trials_max: int = 1500
     """Changes of the layout that one look may try."""
+    relieve_s: float = 0.0
     replan_s: float = 10.0
     replan_gain: float = 0.8
     """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
@@ -261,9 +262,9 @@ class Coordinator:
         self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
         layout = Layout(look.problem, self._blocks(look))
         search = Search(layout, s.trials_max)
-        there = list(layout.blocks)
+        there = set(layout.blocks)
         search.grow()
-        enough = list(layout.blocks) == there
+        enough = set(layout.blocks) == there
         why = "the rest carries it"
         spares = self._spares.kept
         if self._doomed or any(not look.ready(replica) for replica in look.replicas if replica not in spares):
@@ -271,6 +272,10 @@ class Coordinator:
         if now_s - self._looked_s >= s.look_s - 1e-6:
             self._looked_s = now_s
             if enough and now_s - self._watches_since_s >= s.watch_s:
+                if layout.lost() > 1e-9 and now_s - self._calm_s >= s.relieve_s:
+                    relieved = Layout(_settled(look.problem), layout.blocks.values())
+                    if Search(relieved, s.trials_max).relieve(self._young_sites(look)):
+                        return self._carry(look, Layout(look.problem, relieved.blocks.values()), "its neighbours lack more")
                 emptied = self._give_up(look, search)
                 if emptied:
                     names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)
@@ -315,12 +320,7 @@ class Coordinator:
 
     def _give_up(self, look: Look, search: Search) -> list[int]:
         """Devices that the others can do without; when all is calm also by moving what is there."""
-        young = {
-            site
-            for block in look.problem.placed
-            if block.replica is not None and self._young(look, look.replicas[block.replica])
-            for site in block.sites
-        }
+        young = self._young_sites(look)
         candidates = [site for site in search.emptiest() if site not in young]
         emptied = [site for site in candidates if search.layout.used(site) and search.empty(site, moves=False)]
         search.trim(young)
@@ -333,6 +333,14 @@ class Coordinator:
             if search.empty(site):
                 return [site]
         return []
+
+    def _young_sites(self, look: Look) -> set[int]:
+        return {
+            site
+            for block in look.problem.placed
+            if block.replica is not None and self._young(look, look.replicas[block.replica])
+            for site in block.sites
+        }
 
     def _young(self, look: Look, replica: ReplicaView) -> bool:
         return replica.state is not ReplicaState.READY or look.now_s - replica.since_s < self.settings.stay_s
@@ -489,6 +497,11 @@ class Coordinator:
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
         return actions
+
+
+def _settled(problem: Problem) -> Problem:
+    """As if all that goes were gone."""
+    return replace(problem, placed=tuple(replace(block, bytes_left=0) for block in problem.placed))
 
 
 def _kind(device: DeviceView) -> str:

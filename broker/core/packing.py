@@ -275,6 +275,28 @@ class Search:
                 return
             self.again([number], moves=False)
 
+    def relieve(self, spared: Container[int] = ()) -> bool:
+        """Where a model lacks and no single change helps: all neighbours of one of its replicas, on all of its devices at
+        once, go or find room elsewhere. True when that was better."""
+        layout = self.layout
+        needs = layout.problem.needs
+        better = False
+        lacking = sorted((-need.value * layout.lack(index), index) for index, need in enumerate(needs))
+        for lost, index in lacking:
+            if lost >= 0:
+                break
+            for number in list(layout.of(index)):
+                sites = layout.blocks[number].sites
+                neighbours = dict.fromkeys(other for site in sites for other in layout.on(site) if other != number)
+                if self.tired:
+                    return better
+                if any(site in spared for site in sites) or any(layout.blocks[other].stays for other in neighbours):
+                    continue
+                if neighbours and self.again(list(neighbours), shut=sites):
+                    better = True
+                    break
+        return better
+
     # ---------------------------------------------------------------------------------------------------------- improving
 
     def improve(self) -> None:
