@@ -237,6 +237,7 @@ class Coordinator:
             standing=standing(model, costs),
             usage=self._usage(model, costs, need),
             share_min=need.share_min,
+            share_floor=need.share_floor,
             kv_bytes=max(0.0, kv_bytes) * (1 - s.kv_lack_free),
             kv_keep_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],

@@ -20,6 +20,10 @@ from broker.core.problem import Site as Site
 from broker.core.sharing import served_share, share_of_all, share_of_time
 
 
+CRAMPED_LACK = 0.02
+"""What a model lacks, at most, whose replicas carry its load but have less of their devices' time than they turned out to need."""
+
+
 class Score(NamedTuple):
     """The worth of a layout, smaller is better; ``total`` adds them up by the prices."""
 
@@ -242,6 +246,10 @@ class Layout:
         seats = max(wanted.replicas_min, wanted.replicas_wanted)
         if replicas < seats:
             lack = max(lack, 1 - replicas / seats)
+        floor = wanted.share_floor
+        if floor > 0.0 and replicas and load > 0 and lack < CRAMPED_LACK:
+            missing = sum(max(0.0, 1.0 - self._share_of(self.blocks[number]) / floor) for number in self._of[need])
+            lack = max(lack, CRAMPED_LACK * missing / replicas)
         kv_bytes = wanted.kv_keep_bytes if self._keep and wanted.kv_keep_bytes is not None else wanted.kv_bytes
         if kv_bytes > 0 and lack < 1:
             lack = max(lack, 1 - self.kv_bytes(need) / kv_bytes)
@@ -486,6 +494,11 @@ class Layout:
             share = share_of_all(shares, self.problem.sharing_keeps)
             speed = share * min(wanted.rates[sites[site].kind] for site in block.sites)
         return max(0.0, speed - wanted.standing) * served_share(share, wanted.share_min)
+
+    def _share_of(self, block: Block) -> float:
+        if len(block.sites) == 1:
+            return self.share(block.need, block.sites[0])
+        return share_of_all([self.share(block.need, site) for site in block.sites], self.problem.sharing_keeps)
 
     def share(self, need: int, site: int) -> float:
         """The share of a site's time that a resident of this model gets while it has more work than it can do."""

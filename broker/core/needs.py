@@ -50,7 +50,7 @@ class NeedSettings:
     missed_prior: float = 20.0
     missed_free: float = 0.006
     """Share of requests that may miss their targets before more is asked for than is reckoned,"""
-    boost_missed: float = 0.16
+    boost_missed: float = 0.3
     """by so much per second and share above it,"""
     boost_wait_share: float = 0.5
     boost_waiting: float = 0.03
@@ -62,6 +62,15 @@ class NeedSettings:
     """How fast that is forgotten; twice as slowly each time it turns out, after so long a pause, to be needed after all.
     That in turn is forgotten within half an hour."""
     boost_max: float = 0.2
+    lasting_s: float = 600.0
+    lasting_prior: float = 100.0
+    lasting_missed: float = 0.008
+    boost_lasting: float = 1.0
+    floor_s: float = 60.0
+    floor_memory_s: float = 300.0
+    floor_max: float = 0.9
+    """At most so much is asked for; where more requests than ``lasting_missed`` go on missing their targets for minutes, up to
+    ``boost_lasting`` more, in full at twice that share."""
     ttft_used: float = 0.75
     """Share of the time to the first token that such a prompt's own prefill may take."""
 
@@ -147,6 +156,8 @@ class ModelNeed:
     share: float = 0.0
     """Of its devices' time, what a replica has on average."""
     share_min: float = 0.0
+    share_floor: float = 0.0
+    """Of its devices' time: what its replicas turned out to need."""
     kv_tokens: float = 0.0
     seats: float = 0.0
     """Requests that should be able to run at once."""
@@ -193,6 +204,8 @@ class _Tracker:
         "finished_lately",
         "followed_s",
         "kv_most",
+        "lasting_finished",
+        "lasting_missed",
         "lengths",
         "load_most",
         "missed_lately",
@@ -215,6 +228,7 @@ class _Tracker:
         self.boosted_s = math.inf
         """When it last grew; never so far: infinite."""
         self.finished_lately = self.missed_lately = 0.0
+        self.lasting_finished = self.lasting_missed = 0.0
         self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
@@ -373,6 +387,14 @@ class Needs:
         tracker.finished_lately = tracker.finished_lately * math.exp(-gone_s / s.missed_memory_s) + model.finished
         missed = model.finished - model.within_slo
         tracker.missed_lately = tracker.missed_lately * math.exp(-gone_s / s.missed_memory_s) + missed
+        fade = math.exp(-gone_s / s.lasting_s)
+        tracker.lasting_finished = tracker.lasting_finished * fade + model.finished
+        tracker.lasting_missed = tracker.lasting_missed * fade + missed
+        lasting = tracker.lasting_missed / (tracker.lasting_finished + s.lasting_prior) / s.lasting_missed - 1.0
+        lasting = min(max(lasting, 0.0), 1.0)
+        boost_max = s.boost_max + s.boost_lasting * lasting
+        floor = tracker.need.share_floor * math.exp(-gone_s / s.floor_memory_s)
+        tracker.need.share_floor = min(s.floor_max, floor + lasting * gone_s / s.floor_s)
         tracker.boost *= math.exp(-gone_s / tracker.boost_memory_s)
         excess = tracker.missed_lately / (tracker.finished_lately + s.missed_prior) - s.missed_free
         more = s.boost_missed * min(max(excess, 0.0), 0.1)
@@ -382,7 +404,7 @@ class Needs:
             if now_s - tracker.boosted_s > s.relapse_s:
                 tracker.boost_memory_s = min(2.0 * tracker.boost_memory_s, s.boost_memory_s_max)
             tracker.boosted_s = now_s
-            tracker.boost = min(tracker.boost + more * gone_s, s.boost_max)
+            tracker.boost = min(tracker.boost + more * gone_s, max(tracker.boost, boost_max))
         else:
             tracker.boost_memory_s += (s.boost_memory_s - tracker.boost_memory_s) * gone_s / s.relapse_memory_s
 

@@ -41,6 +41,8 @@ class Need:
     """What one of its replicas takes of its devices' time on average: so much it slows its neighbours."""
     share_min: float = 0.0
     """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
+    share_floor: float = 0.0
+    """Of a device's time, that its replicas turned out to need lest too many requests miss their targets, whatever the load."""
     kv_bytes: float = 0.0
     """KV wanted over all replicas, beyond what ``bytes_min`` holds."""
     kv_keep_bytes: float | None = None
