@@ -41,6 +41,8 @@ from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 VALUES = {SlaClass.GOLD: 3000.0, SlaClass.SILVER: 1000.0, SlaClass.BRONZE: 300.0, SlaClass.BATCH: 50.0}
 """What all of a model's load is worth, in devices."""
 
+RELIEVED_MAX = 2
+"""Models for which that is tried at one look."""
 SHUT = "shut"
 """Kind of a site to which nothing can come, whatever the model."""
 
@@ -78,7 +80,8 @@ class CoordinatorSettings:
     """After a longer pause it is as if new."""
     trials_max: int = 1500
     """Changes of the layout that one look may try."""
-    relieve_s: float = 0.0
+    relief_lack: float = 0.001
+    """A model that lacks more, and whom nothing else helps, may cost its neighbours their places."""
     replan_s: float = 10.0
     replan_gain: float = 0.8
     """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
@@ -273,10 +276,9 @@ class Coordinator:
         if now_s - self._looked_s >= s.look_s - 1e-6:
             self._looked_s = now_s
             if enough and now_s - self._watches_since_s >= s.watch_s:
-                if layout.lost() > 1e-9 and now_s - self._calm_s >= s.relieve_s:
-                    relieved = Layout(_settled(look.problem), layout.blocks.values())
-                    if Search(relieved, s.trials_max).relieve(self._young_sites(look)):
-                        return self._carry(look, Layout(look.problem, relieved.blocks.values()), "its neighbours lack more")
+                relieved = self._relieved(look, layout)
+                if relieved is not None:
+                    return self._carry(look, relieved, "a neighbour lacks more")
                 emptied = self._give_up(look, search)
                 if emptied:
                     names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)
@@ -286,6 +288,22 @@ class Coordinator:
                     if better is not None:
                         layout, why = better, "moved: all together need less so"
         return self._carry(look, layout, why)
+
+    def _relieved(self, look: Look, layout: Layout) -> Layout | None:
+        """Where no single change helps a model that lacks, all that is beside one of its replicas may have to go at once.
+
+        That is judged by what will be when those that go are gone: until then they take their part of the time.
+        """
+        lacks = [(layout.lack(index), index) for index in range(len(look.models))]
+        lacking = [index for lack, index in sorted(lacks, reverse=True) if lack > self.settings.relief_lack]
+        if not lacking:
+            return None
+        settled = replace(look.problem, placed=tuple(replace(block, bytes_left=0) for block in look.problem.placed))
+        search = Search(Layout(settled, layout.blocks.values()), self.settings.trials_max)
+        young = self._young_sites(look)
+        if not any(search.relieve(index, young) for index in lacking[:RELIEVED_MAX]):
+            return None
+        return Layout(look.problem, search.layout.blocks.values())
 
     def _replan(self, look: Look, layout: Layout) -> Layout | None:
         """Now and then a whole plan is made anew: some layouts are better though no single step leads to them."""
@@ -498,11 +516,6 @@ class Coordinator:
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
         return actions
-
-
-def _settled(problem: Problem) -> Problem:
-    """As if all that goes were gone."""
-    return replace(problem, placed=tuple(replace(block, bytes_left=0) for block in problem.placed))
 
 
 def _kind(device: DeviceView) -> str:

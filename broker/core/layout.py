@@ -19,9 +19,9 @@ from broker.core.problem import Problem as Problem
 from broker.core.problem import Site as Site
 from broker.core.sharing import served_share, share_of_all, share_of_time
 
-
-CRAMPED_LACK = 0.02
-"""What a model lacks, at most, whose replicas carry its load but have less of their devices' time than they turned out to need."""
+CRAMPED_LACK = 0.005
+"""What a model lacks, at most, whose replicas carry its load but have less of their devices' time than turned out to be
+needed: enough to be worth a device, less than any real lack."""
 
 
 class Score(NamedTuple):

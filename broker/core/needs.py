@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from broker.core.capacity import TPOT_USED, arrivals_work_s, prefill_work_s, standing_share
+from broker.core.correction import Correction, CorrectionSettings
 from broker.core.headroom import Headroom, HeadroomSettings
 from broker.core.policy import ModelView
 from subjects.ids import ModelHash
@@ -33,7 +34,6 @@ class NeedSettings:
     as a request runs, since a replica can go only when its requests are over; twice that for one over several devices."""
     drain_s: float = 3.0
     """What waits should be served within this time: those that wait for a load are late already."""
-    queue_max: float = 1e9
     queue_free_s: float = 0.3
     """Work that may wait without asking for more."""
     token_s: float = 0.04
@@ -46,31 +46,7 @@ class NeedSettings:
     """Mean over which a model counts as being at work or not, for its neighbours."""
     long_share: float = 0.006
     """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
-    missed_memory_s: float = 30.0
-    missed_prior: float = 20.0
-    missed_free: float = 0.006
-    """Share of requests that may miss their targets before more is asked for than is reckoned,"""
-    boost_missed: float = 0.3
-    """by so much per second and share above it,"""
-    boost_wait_share: float = 0.5
-    boost_waiting: float = 0.03
-    """and by so much per second in which somebody has waited for this part of the time to the first token."""
-    boost_memory_s: float = 90.0
-    boost_memory_s_max: float = 600.0
-    relapse_s: float = 30.0
-    relapse_memory_s: float = 1800.0
-    """How fast that is forgotten; twice as slowly each time it turns out, after so long a pause, to be needed after all.
-    That in turn is forgotten within half an hour."""
-    boost_max: float = 0.2
-    lasting_s: float = 600.0
-    lasting_prior: float = 100.0
-    lasting_missed: float = 0.008
-    boost_lasting: float = 1.0
-    floor_s: float = 60.0
-    floor_memory_s: float = 300.0
-    floor_max: float = 0.9
-    """At most so much is asked for; where more requests than ``lasting_missed`` go on missing their targets for minutes, up to
-    ``boost_lasting`` more, in full at twice that share."""
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     ttft_used: float = 0.75
     """Share of the time to the first token that such a prompt's own prefill may take."""
 
@@ -194,21 +170,15 @@ SHARE_MIN_MOST = 0.9
 
 class _Tracker:
     __slots__ = (
-        "boost",
-        "boost_memory_s",
-        "boosted_s",
         "busy",
+        "correction",
         "decode",
         "expected",
         "finished",
-        "finished_lately",
         "followed_s",
         "kv_most",
-        "lasting_finished",
-        "lasting_missed",
         "lengths",
         "load_most",
-        "missed_lately",
         "need",
         "requests",
         "row",
@@ -222,13 +192,7 @@ class _Tracker:
         self.row = row
         self.need = ModelNeed()
         self.busy = False
-        self.boost = 0.0
-        """By how much more is asked for than is reckoned, since that was too little lately."""
-        self.boost_memory_s = settings.boost_memory_s
-        self.boosted_s = math.inf
-        """When it last grew; never so far: infinite."""
-        self.finished_lately = self.missed_lately = 0.0
-        self.lasting_finished = self.lasting_missed = 0.0
+        self.correction = Correction(settings.correction)
         self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
@@ -304,11 +268,10 @@ class Needs:
             # Of what waits, what can be answered meanwhile counts with its answers.
             answers_s = waiting * need.output_tokens * need.token_s * min(1.0, s.drain_s / need.life_s)
             need.queue = max(0.0, need.waiting_s + answers_s - s.queue_free_s) / s.drain_s
-            need.queue = min(need.queue, s.queue_max * max(0.25, need.mean + need.decode))
             patience = need.life_s / (need.life_s + PATIENCE_S)
             burst = need.prefill / need.burst_share - standing(model, costs)
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
-            need.load = max(burst, need.mean + need.decode) * (1.0 + tracker.boost) + need.queue
+            need.load = max(burst, need.mean + need.decode) * (1.0 + tracker.correction.load) + need.queue
             need.load_keep = tracker.load_most.add(now_s, need.load)
             needs.append(need)
         return needs
@@ -376,37 +339,12 @@ class Needs:
         need.share_min = min(
             SHARE_MIN_MOST, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
         )
-        self._correct(now_s, gone_s, model, tracker)
+        waits = model.oldest_wait_s / (model.record.sla.ttft_p95_ms / 1000)
+        tracker.correction.look(now_s, gone_s, model.finished, model.finished - model.within_slo, waits)
+        need.share_floor = tracker.correction.share
         need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
-
-    def _correct(self, now_s: float, gone_s: float, model: ModelView, tracker: _Tracker) -> None:
-        """What its replicas carry is less than was reckoned where requests go on waiting, or go on missing their targets."""
-        s = self.settings
-        tracker.finished_lately = tracker.finished_lately * math.exp(-gone_s / s.missed_memory_s) + model.finished
-        missed = model.finished - model.within_slo
-        tracker.missed_lately = tracker.missed_lately * math.exp(-gone_s / s.missed_memory_s) + missed
-        fade = math.exp(-gone_s / s.lasting_s)
-        tracker.lasting_finished = tracker.lasting_finished * fade + model.finished
-        tracker.lasting_missed = tracker.lasting_missed * fade + missed
-        lasting = tracker.lasting_missed / (tracker.lasting_finished + s.lasting_prior) / s.lasting_missed - 1.0
-        lasting = min(max(lasting, 0.0), 1.0)
-        boost_max = s.boost_max + s.boost_lasting * lasting
-        floor = tracker.need.share_floor * math.exp(-gone_s / s.floor_memory_s)
-        tracker.need.share_floor = min(s.floor_max, floor + lasting * gone_s / s.floor_s)
-        tracker.boost *= math.exp(-gone_s / tracker.boost_memory_s)
-        excess = tracker.missed_lately / (tracker.finished_lately + s.missed_prior) - s.missed_free
-        more = s.boost_missed * min(max(excess, 0.0), 0.1)
-        if model.oldest_wait_s > s.boost_wait_share * model.record.sla.ttft_p95_ms / 1000:
-            more += s.boost_waiting
-        if more > 0:
-            if now_s - tracker.boosted_s > s.relapse_s:
-                tracker.boost_memory_s = min(2.0 * tracker.boost_memory_s, s.boost_memory_s_max)
-            tracker.boosted_s = now_s
-            tracker.boost = min(tracker.boost + more * gone_s, max(tracker.boost, boost_max))
-        else:
-            tracker.boost_memory_s += (s.boost_memory_s - tracker.boost_memory_s) * gone_s / s.relapse_memory_s
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's

@@ -7,6 +7,7 @@ or its budget of trials is used up. ``exact`` solves the same problem to a prove
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -208,19 +209,21 @@ class Search:
 
     def _may_leave(self, number: int, newcomer: int) -> bool:
         block = self.layout.blocks[number]
-        owner = self.layout.problem.needs[block.need]
-        return (
-            not block.stays
-            and block.need != newcomer
-            and len(self.layout.of(block.need)) > max(owner.replicas_min, 1 if owner.load > 0 else 0)
-        )
+        return not block.stays and block.need != newcomer and len(self.layout.of(block.need)) > self._floor(block.need)
+
+    def _floor(self, need: int) -> int:
+        """Replicas that a model keeps whoever else lacks."""
+        owner = self.layout.problem.needs[need]
+        return max(owner.replicas_min, int(owner.load > 0))
 
     def _takeovers(self, need: int, shut: Sequence[int]) -> list[_Option]:
-        """Places that one block of another model would have to leave."""
+        """Places that one block of another model would have to leave, or one on each of several devices."""
         layout = self.layout
         wanted = layout.problem.needs[need]
         if len(layout.of(need)) >= wanted.replicas_max:
             return []
+        if wanted.gpus > 1:
+            return self._takeovers_over_several(need, shut)
         options: list[_Option] = []
         for number in sorted(layout.blocks):
             block = layout.blocks[number]
@@ -228,12 +231,38 @@ class Search:
                 continue
             mark = layout.mark()
             layout.remove(number)
-            if wanted.gpus == 1:
-                options.extend(_Option((site,), (number,)) for site in block.sites if layout.fits_site(need, site))
-            elif len(block.sites) >= wanted.gpus and layout.fits(need, block.sites[: wanted.gpus]):
-                options.append(_Option(block.sites[: wanted.gpus], (number,)))
+            options.extend(_Option((site,), (number,)) for site in block.sites if layout.fits_site(need, site))
             layout.rollback(mark)
         return options
+
+    def _takeovers_over_several(self, need: int, shut: Sequence[int]) -> list[_Option]:
+        """Whoever lives where it does not fit would have to leave, those that carry least first."""
+        layout = self.layout
+        wanted = layout.problem.needs[need]
+        groups: dict[str, list[int]] = {}
+        for site, place in enumerate(layout.problem.sites):
+            if place.group and place.kind in wanted.rates and site not in shut:
+                groups.setdefault(place.group, []).append(site)
+        carried = [
+            math.fsum(layout.carried(number) for number in layout.on(site)) for site in range(len(layout.problem.sites))
+        ]
+        options: list[_Option] = []
+        for members in groups.values():
+            members.sort(key=emptiest)
+            for sites in _combinations(members, wanted.gpus) if len(members) >= wanted.gpus else ():
+                crowded = [site for site in sites if not layout.fits_site(need, site)]
+                leave = tuple(dict.fromkeys(number for site in crowded for number in layout.on(site)))
+                if leave and self._may_all_leave(leave, need):
+                    options.append(_Option(sites, leave))
+        return options
+
+    def _may_all_leave(self, leave: Sequence[int], newcomer: int) -> bool:
+        """Whether each may leave, and of no model more than can be spared."""
+        layout = self.layout
+        left = Counter(layout.blocks[number].need for number in leave)
+        return all(self._may_leave(number, newcomer) for number in leave) and all(
+            len(layout.of(owner)) - gone >= self._floor(owner) for owner, gone in left.items()
+        )
 
     # ----------------------------------------------------------------------------------------------------------- emptying
 
@@ -275,27 +304,20 @@ class Search:
                 return
             self.again([number], moves=False)
 
-    def relieve(self, spared: Container[int] = ()) -> bool:
-        """Where a model lacks and no single change helps: all neighbours of one of its replicas, on all of its devices at
-        once, go or find room elsewhere. True when that was better."""
+    def relieve(self, need: int, spared: Container[int] = ()) -> bool:
+        """All neighbours of one of a model's replicas, on all of its devices at once, go or find room elsewhere; none of
+        the ``spared`` sites is touched. True when that was better, else all is as it was."""
         layout = self.layout
-        needs = layout.problem.needs
-        better = False
-        lacking = sorted((-need.value * layout.lack(index), index) for index, need in enumerate(needs))
-        for lost, index in lacking:
-            if lost >= 0:
-                break
-            for number in list(layout.of(index)):
-                sites = layout.blocks[number].sites
-                neighbours = dict.fromkeys(other for site in sites for other in layout.on(site) if other != number)
-                if self.tired:
-                    return better
-                if any(site in spared for site in sites) or any(layout.blocks[other].stays for other in neighbours):
-                    continue
-                if neighbours and self.again(list(neighbours), shut=sites):
-                    better = True
-                    break
-        return better
+        for number in list(layout.of(need)):
+            sites = layout.blocks[number].sites
+            neighbours = list(dict.fromkeys(other for site in sites for other in layout.on(site) if other != number))
+            if self.tired:
+                return False
+            if not neighbours or any(site in spared for other in neighbours for site in layout.blocks[other].sites):
+                continue
+            if not any(layout.blocks[other].stays for other in neighbours) and self.again(neighbours, shut=sites):
+                return True
+        return False
 
     # ---------------------------------------------------------------------------------------------------------- improving
 

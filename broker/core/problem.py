@@ -42,7 +42,7 @@ class Need:
     share_min: float = 0.0
     """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
     share_floor: float = 0.0
-    """Of a device's time, that its replicas turned out to need lest too many requests miss their targets, whatever the load."""
+    """Of a device's time, what its replicas turned out to need for their targets, whatever the load."""
     kv_bytes: float = 0.0
     """KV wanted over all replicas, beyond what ``bytes_min`` holds."""
     kv_keep_bytes: float | None = None

@@ -341,10 +341,13 @@ def test_a_lack_that_nothing_helps_keeps_nobody_from_giving_up_devices() -> None
     """A model at its maximum of replicas lacks for ever; the devices of others that are not needed go all the same."""
     full = model("8B", "full", rate("8B", 3.0), max_replicas=1)
     little = model("8B", "little", rate("8B", 0.2))
-    world = pool([full, little], 4)
+    mate = model("8B", "mate", rate("8B", 1.2), sla_class=SlaClass.GOLD)
+    world = pool([full, little, mate], 5)
     world.there(full, 0)
     world.there(little, 1)
     world.there(little, 2)
+    world.there(mate, 0)  # Whether it leaves is tried and taken back at each look.
+    world.there(mate, 3)
     world.run(90.0)
     assert len(world.of(full)) == 1 and len(world.of(little)) == 1
 

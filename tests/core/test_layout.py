@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.core.layout import Layout, Score
+from broker.core.layout import CRAMPED_LACK, Layout, Score
 from broker.core.problem import Block, Need, Prices, Problem, Site
 from broker.core.sharing import served_share, share_of_all, share_of_time
 from subjects.ids import DeviceId, ReplicaId, WorkerId
@@ -370,3 +370,16 @@ def test_nothing_that_fits_takes_memory_that_is_not_there(problem: Problem, step
             used += sum(b.bytes_left for b in problem.placed if b.place in gone and number in b.sites)
             assert layout.free_bytes(number) == place.memory_bytes - used
             assert layout.free_bytes(number) >= 0
+
+
+def test_replicas_without_the_share_of_time_that_was_needed_lack_a_little() -> None:
+    """Worth a device, but less than any real lack: a small load beside a busy one that turned out to miss its targets."""
+    needs = (
+        need("small", load=0.1, usage=0.1, share_floor=0.8, value=1000.0),
+        need("busy", load=0.5, usage=0.5, value=1000.0),
+    )
+    beside = Layout(Problem((site(0), site(1)), needs), (Block(0, (0,)), Block(1, (0,))))
+    alone = Layout(Problem((site(0), site(1)), needs), (Block(0, (0,)), Block(1, (1,))))
+    assert alone.lack(0) == 0.0
+    assert beside.lack(0) == pytest.approx(CRAMPED_LACK * (1 - beside.share(0, 0) / 0.8))
+    assert beside.lack(1) == 0.0 and beside.score().total > alone.score().total

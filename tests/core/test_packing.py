@@ -137,7 +137,6 @@ def test_small_models_leave_a_group_free_for_one_that_spans_it() -> None:
     assert {block.sites for block in found.blocks if block.need == 2} == {(0, 1)}
 
 
-@pytest.mark.xfail(reason="only one block at a time makes room, and a replica over two devices needs two to go")
 def test_gold_over_two_devices_takes_them_from_bronze_on_one_each() -> None:
     """A tensor-parallel model is not locked out by small ones that have more than one replica each (SCH-3)."""
     sites = tuple(site(number, group="a", residents=1) for number in range(4))
@@ -387,3 +386,39 @@ def test_trimming_takes_what_nobody_misses_but_not_where_it_is_told_not_to() -> 
     layout = Layout(Problem(tuple(site(number) for number in range(3)), needs, placed), placed)
     Search(layout).trim(spared=(0,))
     assert set(named(layout)) == {placed[0], placed[2]}
+
+
+def crowded() -> tuple[Problem, Layout]:
+    """A replica over two devices, slowed on both by a model that has enough elsewhere: one that leaves brings nothing."""
+    needs = (
+        need("spans", load=0.7, gpus=2, usage=0.7, value=SILVER),
+        need("small", load=0.5, usage=0.5, value=SILVER),
+    )
+    sites = tuple(site(number, group="g", residents=2) for number in range(4))
+    placed = (there(0, (0, 1)), there(1, (0,)), there(1, (1,)), there(1, (2,)))
+    problem = Problem(sites, needs, placed)
+    return problem, Layout(problem, placed)
+
+
+def test_all_neighbours_of_a_replica_go_at_once_where_one_alone_does_not_help() -> None:
+    """Time on one of its devices is worth nothing to a replica that waits for the other (SCH-4)."""
+    problem, layout = crowded()
+    search = Search(layout)
+    before = layout.lack(0)
+    search.grow(new_devices=False)
+    assert layout.lack(0) == before > 0.1
+    assert search.relieve(0)
+    assert layout.lack(0) == 0 and layout.lack(1) == 0
+    assert named(layout) == (problem.placed[0], problem.placed[3])
+
+
+def test_relief_spares_what_is_young_and_what_stays_and_is_taken_back_unless_better() -> None:
+    """Neighbours with nowhere to go remain (SCH-4, SCH-11)."""
+    problem, layout = crowded()
+    assert not Search(layout).relieve(0, spared=(1,)) and set(named(layout)) == set(problem.placed)
+    stays = tuple(replace(block, stays=block.sites == (1,)) for block in problem.placed)
+    layout = Layout(replace(problem, placed=stays), stays)
+    assert not Search(layout).relieve(0) and set(named(layout)) == set(stays)
+    gold = (problem.needs[0], replace(problem.needs[1], value=GOLD, load=2.0))
+    layout = Layout(replace(problem, sites=problem.sites[:3], needs=gold), problem.placed)
+    assert not Search(layout).relieve(0) and set(named(layout)) == set(problem.placed)
