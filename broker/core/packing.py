@@ -10,13 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 
 from broker.core.layout import Layout, Score
 from broker.core.problem import Block, Problem
 
+TAKEOVERS_MAX = 16
+"""Groups of linked devices that others might have to leave for one replica that spans several."""
 GROUPS_MAX = 70
-"""Groups of linked devices that are looked at for one replica that spans several."""
+"""Choices of a group's devices that are looked at for one replica that spans several, the emptiest first,"""
+PLACES_MAX = 280
+"""and those of all groups together, but two of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +186,14 @@ class Search:
             found.extend((site,) for sites in used.values() for site in sites)
             found.extend((site,) for site in firsts.values())
             return list(dict.fromkeys(found))
-        for group in dict.fromkeys([*used, *(group for group, _ in empty)]):
-            if not group:
-                continue
+        names = [name for name in dict.fromkeys([*used, *(group for group, _ in empty)]) if name]
+        each = min(GROUPS_MAX, max(2, PLACES_MAX // max(1, len(names))))
+        for group in names:
             fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
             fresh.sort(key=lambda site: (layout.paid(site), site))
             members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
             if len(members) >= wanted.gpus:
-                places.extend(_combinations(members, wanted.gpus))
+                places.extend(islice(_combinations(members, wanted.gpus), each))
         return [sites for sites in dict.fromkeys(places) if layout.fits(need, sites)]
 
     def _departures(self, need: int) -> list[_Option]:
@@ -236,33 +240,35 @@ class Search:
         return options
 
     def _takeovers_over_several(self, need: int, shut: Sequence[int]) -> list[_Option]:
-        """Whoever lives where it does not fit would have to leave, those that carry least first."""
+        """Of each group those devices that carry least; who lives there and leaves no room would have to leave."""
         layout = self.layout
         wanted = layout.problem.needs[need]
-        groups: dict[str, list[int]] = {}
+        groups: dict[str, list[tuple[float, int, tuple[int, ...]]]] = {}
         for site, place in enumerate(layout.problem.sites):
             if place.group and place.kind in wanted.rates and site not in shut:
-                groups.setdefault(place.group, []).append(site)
-        carried = [
-            math.fsum(layout.carried(number) for number in layout.on(site)) for site in range(len(layout.problem.sites))
-        ]
-        options: list[_Option] = []
+                leave = () if layout.fits_site(need, site) else tuple(layout.on(site))
+                if all(self._may_leave(number, need) for number in leave):
+                    carried = math.fsum(layout.carried(number) for number in leave)
+                    groups.setdefault(place.group, []).append((carried, site, leave))
+        found: list[tuple[float, _Option]] = []
         for members in groups.values():
-            members.sort(key=emptiest)
-            for sites in _combinations(members, wanted.gpus) if len(members) >= wanted.gpus else ():
-                crowded = [site for site in sites if not layout.fits_site(need, site)]
-                leave = tuple(dict.fromkeys(number for site in crowded for number in layout.on(site)))
-                if leave and self._may_all_leave(leave, need):
-                    options.append(_Option(sites, leave))
-        return options
+            chosen: list[tuple[float, int, tuple[int, ...]]] = []
+            leaves: dict[int, None] = {}
+            for member in sorted(members):
+                if len(chosen) < wanted.gpus and self._may_all_leave([*leaves, *member[2]]):
+                    chosen.append(member)
+                    leaves.update(dict.fromkeys(member[2]))
+            if len(chosen) == wanted.gpus and leaves:
+                sites = tuple(sorted(site for _, site, _ in chosen))
+                found.append((math.fsum(carried for carried, *_ in chosen), _Option(sites, tuple(leaves))))
+        found.sort(key=lambda entry: (entry[0], entry[1].sites))
+        return [option for _, option in found[:TAKEOVERS_MAX]]
 
-    def _may_all_leave(self, leave: Sequence[int], newcomer: int) -> bool:
-        """Whether each may leave, and of no model more than can be spared."""
+    def _may_all_leave(self, leave: Sequence[int]) -> bool:
+        """Whether of no model more leave than can be spared."""
         layout = self.layout
-        left = Counter(layout.blocks[number].need for number in leave)
-        return all(self._may_leave(number, newcomer) for number in leave) and all(
-            len(layout.of(owner)) - gone >= self._floor(owner) for owner, gone in left.items()
-        )
+        left = Counter(layout.blocks[number].need for number in dict.fromkeys(leave))
+        return all(len(layout.of(owner)) - gone >= self._floor(owner) for owner, gone in left.items())
 
     # ----------------------------------------------------------------------------------------------------------- emptying
 
