@@ -41,8 +41,12 @@ from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 VALUES = {SlaClass.GOLD: 3000.0, SlaClass.SILVER: 1000.0, SlaClass.BRONZE: 300.0, SlaClass.BATCH: 50.0}
 """What all of a model's load is worth, in devices."""
 
+RELIEF_LACK_LARGE = 0.05
+"""In large pools ``relief_lack`` is this."""
 RELIEVED_MAX = 2
 """Models for which that is tried at one look."""
+TRIALS_LARGE = 400
+"""However large the pool, a look may try so many changes."""
 SHUT = "shut"
 """Kind of a site to which nothing can come, whatever the model."""
 
@@ -85,7 +89,7 @@ class CoordinatorSettings:
     replan_s: float = 10.0
     replan_gain: float = 0.8
     """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
-    replan_sites_max: int = 96
+    whole_sites_max: int = 96
     """not in a pool of more devices."""
     forget_s: float = 1800.0
     """A model without any request for so long need not be resident."""
@@ -136,6 +140,8 @@ class Coordinator:
         self._told: dict[ReplicaId, float] = {}
         """Routing weights as last told."""
         self._seen: tuple[tuple[ReplicaId, ReplicaState], ...] = ()
+        self._helpless: set[ModelHash] = set()
+        """Whom the last looks could not help: others are looked at more often."""
         self._capacity: list[float] = []
         self._speed: list[float] = []
         """By model: share of devices that its ready replicas of the plan have."""
@@ -265,15 +271,21 @@ class Coordinator:
         s, now_s = self.settings, look.now_s
         self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
         layout = Layout(look.problem, self._blocks(look))
-        search = Search(layout, s.trials_max)
+        routine = now_s - self._looked_s >= s.look_s - 1e-6
+        trials_max = self._trials_max(look)
+        search = Search(layout, trials_max)
         there = set(layout.blocks)
-        search.grow()
+        hashes = [model.record.model_hash for model in look.models]
+        search.grow(only=None if routine else [index for index, key in enumerate(hashes) if key not in self._helpless])
+        if routine:
+            self._helpless = set()
+        self._helpless.update(hashes[index] for index in search.helpless)
         enough = set(layout.blocks) == there
         why = "the rest carries it"
         spares = self._spares.kept
         if self._doomed or any(not look.ready(replica) for replica in look.replicas if replica not in spares):
             self._calm_s = now_s
-        if now_s - self._looked_s >= s.look_s - 1e-6:
+        if routine:
             self._looked_s = now_s
             if enough and now_s - self._watches_since_s >= s.watch_s:
                 relieved = self._relieved(look, layout)
@@ -289,17 +301,22 @@ class Coordinator:
                         layout, why = better, "moved: all together need less so"
         return self._carry(look, layout, why)
 
+    def _trials_max(self, look: Look) -> int:
+        s = self.settings
+        return max(TRIALS_LARGE, s.trials_max * s.whole_sites_max // max(s.whole_sites_max, len(look.problem.sites)))
+
     def _relieved(self, look: Look, layout: Layout) -> Layout | None:
         """Where no single change helps a model that lacks, all that is beside one of its replicas may have to go at once.
 
         That is judged by what will be when those that go are gone: until then they take their part of the time.
         """
         lacks = [(layout.lack(index), index) for index in range(len(look.models))]
-        lacking = [index for lack, index in sorted(lacks, reverse=True) if lack > self.settings.relief_lack]
+        least = self.settings.relief_lack if len(look.problem.sites) <= self.settings.whole_sites_max else RELIEF_LACK_LARGE
+        lacking = [index for lack, index in sorted(lacks, reverse=True) if lack > least]
         if not lacking:
             return None
         settled = replace(look.problem, placed=tuple(replace(block, bytes_left=0) for block in look.problem.placed))
-        search = Search(Layout(settled, layout.blocks.values()), self.settings.trials_max)
+        search = Search(Layout(settled, layout.blocks.values()), self._trials_max(look))
         young = self._young_sites(look)
         if not any(search.relieve(index, young) for index in lacking[:RELIEVED_MAX]):
             return None
@@ -308,7 +325,7 @@ class Coordinator:
     def _replan(self, look: Look, layout: Layout) -> Layout | None:
         """Now and then a whole plan is made anew: some layouts are better though no single step leads to them."""
         s, now_s = self.settings, look.now_s
-        small = len(look.problem.sites) <= s.replan_sites_max
+        small = len(look.problem.sites) <= s.whole_sites_max
         if not small or now_s - self._calm_s < s.calm_s or now_s - self._replanned_s < s.replan_s:
             return None
         self._replanned_s = now_s

@@ -78,6 +78,8 @@ class Search:
     def __init__(self, layout: Layout, trials_max: int = 6000, *, thrifty: bool = False) -> None:
         self.layout = layout
         self.thrifty = thrifty
+        self.helpless: set[int] = set()
+        """Needs for which ``grow`` found nothing that would be worth its price."""
         self._until = layout.trials + trials_max
 
     @property
@@ -97,6 +99,7 @@ class Search:
                 return
             if not self.give(need, new_devices=new_devices, shut=shut):
                 open_needs.remove(need)
+                self.helpless.add(need)
 
     def give(self, need: int, *, new_devices: bool = True, shut: Sequence[int] = ()) -> bool:
         """The best single change that brings a model more; False when none is worth its price."""
