@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ from broker.openai_bodies import ParsedBody, parse_body
 from broker.request_shell import RequestShell
 from profiles.blocks import tenant_salt
 from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
+from profiles.tokenizer import ModelTokenizer, PromptTokenizer
 from subjects import names
 from subjects.bus import Bus, BusMessage, KvEntry, Subscription
 from subjects.codec import decode, encode
@@ -290,6 +292,35 @@ class Gateway:
             self._opening -= 1
         return exchange
 
+    async def tokenized(self, name: str | None, size_bytes: int, work: Callable[[ModelTokenizer, ModelRecord], _T]) -> _T:
+        """What ``work`` makes of the tokenizer of a model, without a word to the pool: no model wakes for it.
+
+        ``work`` runs in a thread where ``size_bytes`` is large.
+
+        Raises:
+            ApiError: no such model, it brings no tokenizer, or ``work`` refuses.
+        """
+        arrived_s = time.monotonic()
+        self._opening += 1
+        try:
+            self._refuse_when_unable()
+            record = (await self._named(name or self._only_model(), arrived_s)).record
+            tokenizer = await self._tokenizer_of(record)
+            if not isinstance(tokenizer, ModelTokenizer):
+                message = f"The model '{record.name}' brings no tokenizer; its operator can name one in 'spec.tokenizer'."
+                raise ApiError(400, message, param="model", code="no_tokenizer")
+            if size_bytes <= TOKENISED_INLINE_BYTES_MAX:
+                return work(tokenizer, record)
+            return await self._in_thread(partial(work, tokenizer, record))
+        finally:
+            self._opening -= 1
+
+    def _only_model(self) -> str:
+        known = [view.record.name for view in self._models.views()]
+        if len(known) != 1:
+            raise ApiError(400, "Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+        return known[0]
+
     def _refuse_when_unable(self) -> None:
         if self._draining:
             raise _shutting_down()
@@ -313,12 +344,7 @@ class Gateway:
     async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, RequestProfile]:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
         if body.model != AUTO:
-            view = self._models.resolve(body.model)
-            while view is None and self._read_again_s < arrived_s:
-                await self._read_again()
-                view = self._models.resolve(body.model)
-            if view is None:
-                raise self.unknown_model(body.model)
+            view = await self._named(body.model, arrived_s)
             refusal = pool_refusal(view)
             if refusal is not None:
                 view = self._fallback_of(view) or _raise(refusal)
@@ -332,6 +358,13 @@ class Gateway:
                     raise
         raise _api_error(no_model_fits(wish))
 
+    async def _named(self, name: str, arrived_s: float) -> ModelView:
+        view = self._models.resolve(name)
+        while view is None and self._read_again_s < arrived_s:
+            await self._read_again()
+            view = self._models.resolve(name)
+        return view or _raise(unknown_model(name))
+
     def _fallback_of(self, view: ModelView) -> ModelView | None:
         """The model that a service degrades to, if it can be served now (ING-8)."""
         if not view.record.fallback:
@@ -343,9 +376,7 @@ class Gateway:
 
     async def _profile(self, ask: Ask, body: ParsedBody, record: ModelRecord, arrived_s: float) -> RequestProfile:
         parsed = parse_fields(ask.endpoint, body.mapping)
-        tokenizer = self._models.loaded_tokenizer(record)
-        if tokenizer is None:
-            tokenizer = await self._in_thread(partial(self._models.load_tokenizer, record))
+        tokenizer = await self._tokenizer_of(record)
         count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
         prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
         input_tokens = max(len(prompt) for prompt in prompts)
@@ -363,6 +394,10 @@ class Gateway:
             kind=request_kind(ask),
         )
         return build_profile(record, ask.endpoint, parsed, prompts, context, self._lengths)
+
+    async def _tokenizer_of(self, record: ModelRecord) -> PromptTokenizer:
+        loaded = self._models.loaded_tokenizer(record)
+        return await self._in_thread(partial(self._models.load_tokenizer, record)) if loaded is None else loaded
 
     async def _in_thread(self, work: partial[_T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,6 +1,6 @@
 """The HTTP face of the gateway: OpenAI's routes as raw ASGI, everything else in starlette (ING-1).
 
-The two hot routes are plain ASGI functions, because a framework's request and response objects cost more than all our own
+The hot routes are plain ASGI functions, because a framework's request and response objects cost more than all our own
 work. A watcher per request listens for the client's disconnect from the moment the body is read: while tokens are counted,
 while the request is queued, while its model wakes, and during the answer, streamed or not (PAINS A1 to A3).
 """
@@ -19,10 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from broker import tokenizing
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import CONTENT_TYPE
 from broker.http_keys import ANYONE, ApiKeys, Caller
 from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, WholeAnswer, as_events, error_body, error_event
+from broker.openapi import document
 from subjects.errors import ApiError, place_of
 from subjects.messages import Endpoint
 
@@ -35,6 +37,13 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 HOT_ROUTES = {"/v1/chat/completions": Endpoint.CHAT, "/v1/completions": Endpoint.COMPLETIONS}
+ANSWERED_HERE: dict[str, Callable[[Gateway, bytes], Awaitable[bytes]]] = {
+    "/tokenize": tokenizing.tokenize,
+    "/detokenize": tokenizing.detokenize,
+    "/v1/tokenize": tokenizing.tokenize,
+    "/v1/detokenize": tokenizing.detokenize,
+}
+"""Routes that take a body and need no model to run."""
 OPEN_ROUTES = ("/health", "/ready")
 """Answered without an API key; they tell nothing but one word."""
 BODY_READ_S_MAX = 60.0
@@ -100,14 +109,18 @@ class HttpApp:
                 await _send_error(send, error)
                 return
         endpoint = HOT_ROUTES.get(path)
-        if endpoint is None:
+        here = ANSWERED_HERE.get(path)
+        if endpoint is None and here is None:
             await self._rest(scope, receive, send)
         elif scope["method"] != "POST":
             await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")])
         else:
             watch = _Watch(receive, scope.get(ABORT), self._options.unread_s_max)
             try:
-                await self._completion(endpoint, caller, headers, watch, send)
+                if endpoint is not None:
+                    await self._completion(endpoint, caller, headers, watch, send)
+                elif here is not None:
+                    await self._answer_here(here, headers, watch, send)
             finally:
                 self._forget_body(watch)
                 watch.stop()
@@ -142,6 +155,26 @@ class HttpApp:
                 await _whole(exchange, send)
         finally:
             exchange.leave()
+
+    async def _answer_here(
+        self,
+        answer: Callable[[Gateway, bytes], Awaitable[bytes]],
+        headers: dict[str, str],
+        watch: _Watch,
+        send: Send,
+    ) -> None:
+        try:
+            _check_content_type(headers)
+            body = await answer(self._gateway, await self._read_body(headers, watch))
+        except ApiError as error:
+            await _send_error(send, error)
+        except _ClientGone:
+            pass
+        except Exception as error:
+            log.error("a request could not be answered", error=place_of(error))
+            await _send_error(send, _internal_error())
+        else:
+            await _send(send, 200, body, [_JSON])
 
     async def _read_body(self, headers: dict[str, str], watch: _Watch) -> bytes:
         limit = self._options.body_bytes_max
@@ -287,6 +320,8 @@ class _Watch:
 
 
 def _rest_of_the_routes(gateway: Gateway) -> Starlette:
+    """What is here has its line in :mod:`broker.openapi` too; a test compares the two."""
+
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_model(name, state) for name, state in gateway.model_states()]})
 
@@ -323,6 +358,9 @@ def _rest_of_the_routes(gateway: Gateway) -> Starlette:
     async def pool(request: Request) -> Response:
         return Response(msgspec.json.encode(gateway.digest), media_type="application/json")
 
+    async def openapi(request: Request) -> Response:
+        return Response(document(), media_type="application/json")
+
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
@@ -349,6 +387,7 @@ def _rest_of_the_routes(gateway: Gateway) -> Starlette:
             Route("/ready", ready),
             Route("/metrics", metrics),
             Route("/pool", pool),
+            Route("/openapi.json", openapi),
         ],
         exception_handlers={ApiError: api_error, 404: not_found, 405: wrong_method, Exception: our_fault},
     )

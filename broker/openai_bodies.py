@@ -23,6 +23,8 @@ LOGIT_BIAS_ENTRIES_MAX = 1024
 MESSAGES_MAX = 4096
 TOOLS_MAX = 128
 TOKENS_MAX = 1 << 24
+DETOKENIZED_MAX = 1 << 20
+"""Token ids that are turned back into text at once."""
 WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params")
 """``cache_salt`` decides whose cached prefixes a request may reuse, so the gateway sets it by tenant (PAINS O3);
 ``request_id`` must be ours (J10); ``kv_transfer_params`` would let a client name hosts to fetch KV from."""
@@ -30,6 +32,7 @@ WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params")
 _Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)] | None
 _TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None
 _Stop = Annotated[str, Meta(max_length=4096)]
+_ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 _TokenId = Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
@@ -79,7 +82,7 @@ class Tool(msgspec.Struct, frozen=True):
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that both routes share."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=512)]
+    model: _ModelName
     max_tokens: _TokenCount = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -121,6 +124,27 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /tokenize``: a ``prompt``, or the ``messages`` of a chat."""
+
+    model: _ModelName | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=TOOLS_MAX)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /detokenize``."""
+
+    model: _ModelName | None = None
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(max_length=DETOKENIZED_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +200,8 @@ _DECODERS: dict[Endpoint, msgspec.json.Decoder[Any]] = {
     Endpoint.CHAT: msgspec.json.Decoder(ChatBody),
     Endpoint.COMPLETIONS: msgspec.json.Decoder(CompletionBody),
 }
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 _decode_mapping = msgspec.json.Decoder(dict[str, Any]).decode
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
@@ -187,10 +213,55 @@ def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
     Raises:
         ApiError: status 400 with ``param`` where one field is at fault.
     """
+    fields, mapping = cast("tuple[ChatBody | CompletionBody, dict[str, Any]]", _decoded(_DECODERS[endpoint], raw))
+    _check_combinations(fields)
+    if isinstance(fields, ChatBody):
+        _check_messages(fields.messages)
+    else:
+        _check_prompt(fields)
+    if any(getattr(fields, name) is not UNSET for name in WITHHELD_FIELDS):
+        raw, mapping = _withhold(raw), {name: value for name, value in mapping.items() if name not in WITHHELD_FIELDS}
+    return ParsedBody(endpoint=endpoint, raw=raw, fields=fields, mapping=mapping)
+
+
+def parse_tokenize(raw: bytes) -> tuple[TokenizeBody, dict[str, Any]]:
+    """The checked form of a body for ``/tokenize``, and the whole of it decoded for the chat template.
+
+    Raises:
+        ApiError: status 400.
+    """
+    fields: TokenizeBody
+    fields, mapping = _decoded(_tokenize_decoder, raw)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise _refuse("prompt", "Give either 'prompt' or 'messages'.")
+    if fields.continue_final_message and fields.add_generation_prompt:
+        both = "Only one of 'continue_final_message' and 'add_generation_prompt' can be true."
+        raise _refuse("continue_final_message", both)
+    if mapping.get("chat_template") is not None:
+        raise _refuse("chat_template", "The model's own chat template is used: 'chat_template' is not accepted.")
+    for index, message in enumerate(fields.messages or ()):
+        if isinstance(message.content, list) and any(part.text is None for part in message.content):
+            param = f"messages[{index}].content"
+            raise _refuse(param, "Only text is tokenised here: what media add to a prompt only the engine knows.")
+    # A template reads null as a value; a client that sends it means the default.
+    return fields, {name: value for name, value in mapping.items() if value is not None}
+
+
+def parse_detokenize(raw: bytes) -> DetokenizeBody:
+    """The checked form of a body for ``/detokenize``.
+
+    Raises:
+        ApiError: status 400.
+    """
+    body: DetokenizeBody = _decoded(_detokenize_decoder, raw)[0]
+    return body
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> tuple[Any, dict[str, Any]]:
     try:
         if not raw.isascii():
             raw.decode("utf-8")  # msgspec skips over strings of unknown fields without looking at their encoding
-        fields = cast("ChatBody | CompletionBody", _DECODERS[endpoint].decode(raw))
+        fields = decoder.decode(raw)
         mapping = _decode_mapping(raw)  # also finds numbers out of range in fields that the struct does not know
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
@@ -201,14 +272,7 @@ def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         reason = str(error) if isinstance(error, msgspec.DecodeError) else "it cannot be read"
         raise ApiError(400, f"We could not parse the JSON body of your request: {reason}.", code="invalid_json") from None
-    _check_combinations(fields)
-    if isinstance(fields, ChatBody):
-        _check_messages(fields.messages)
-    else:
-        _check_prompt(fields)
-    if any(getattr(fields, name) is not UNSET for name in WITHHELD_FIELDS):
-        raw, mapping = _withhold(raw), {name: value for name, value in mapping.items() if name not in WITHHELD_FIELDS}
-    return ParsedBody(endpoint=endpoint, raw=raw, fields=fields, mapping=mapping)
+    return fields, mapping
 
 
 def _invalid_field(text: str) -> ApiError:

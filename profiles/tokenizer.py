@@ -123,6 +123,30 @@ class ModelTokenizer:
         """See :class:`PromptTokenizer`."""
         return len(self._encode([text], False)[0])
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it, which is not always text of its own.
+
+        Raises:
+            ApiError: 400, an id is not in the vocabulary.
+        """
+        strings: list[str] = []
+        for token in token_ids:
+            string = self._tokenizer.id_to_token(token)
+            if string is None:
+                raise _bad(f"token id {token} is not in the model's vocabulary", "tokens")
+            strings.append(string)
+        return strings
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included. Thread as for :meth:`PromptTokenizer.prompts`.
+
+        Raises:
+            ApiError: 400, an id is not in the vocabulary.
+        """
+        self.token_strings(token_ids)  # the library would leave unknown ids out without a word
+        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return text
+
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         # The batch call lets other threads run meanwhile, and the fast one leaves out offsets, which nobody here reads.
         try:
