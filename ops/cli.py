@@ -413,14 +413,19 @@ def replay_scheduler(file: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("what", type=click.Choice(["gateway"]))
-@click.option("--seconds", default=8.0, show_default=True, help="Length of each measurement.")
-@click.option("--connections", default=16, show_default=True, help="Connections of the load.")
+@click.option("--peers", is_flag=True, help="Beside the routers of others that are on PATH, at 16 and 256 connections.")
+@click.option("--seconds", type=float, help="Length of each measurement.  [default: 8, with --peers 4]")
+@click.option("--connections", default=16, show_default=True, help="Connections of the load, without --peers.")
 @json_option
-def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
+def bench(what: str, peers: bool, seconds: float | None, connections: int, as_json: bool) -> None:
     """Measure the gateway beside a bare echo server in the same run.
+
+    With --peers: vllm-router, smg, sglang-router and litellm, each installed by pip into an environment of its own whose bin
+    is on PATH (pip install vllm-router smg 'litellm[proxy]'). A quarter of an hour on two cores; always one line of JSON.
 
     \b
     carpool bench gateway --json
+    PATH="$HOME/peers/bin:$PATH" carpool bench gateway --peers
     """
     import json
 
@@ -428,7 +433,12 @@ def bench(what: str, seconds: float, connections: int, as_json: bool) -> None:
 
     assert what == "gateway"
     say = lambda line: click.echo(f"bench: {line}", err=True)  # noqa: E731
-    result = run(bench_gateway(say, seconds=seconds, connections=connections))
+    if peers:
+        from ops.bench.against_peers import Plan, bench_against_peers
+
+        click.echo(json.dumps(run(bench_against_peers(say, Plan() if seconds is None else Plan(seconds=seconds)))))
+        return
+    result = run(bench_gateway(say, seconds=8.0 if seconds is None else seconds, connections=connections))
     click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from ops.bench.echo import EVENTS
 from ops.bench.load import Result, Task, measure
+from ops.bench.processes import bus_messages
 from ops.control import control
 from ops.models import make_tiny_model, records_of
 from ops.servers import free_port, port_is_free
@@ -63,9 +64,9 @@ async def bench_gateway(say: Callable[[str], None], *, seconds: float = 8.0, con
                 _checked(await measure(task(target, stream=True, seconds_max=1.0)))
             say(f"{connections} connections, {seconds:.0f} s each: whole answers, then streams of {EVENTS} events")
             echo = _checked(await measure(task(echo_port, stream=False)))
-            before = await _bus_messages(monitor_port)
+            before = await bus_messages(monitor_port)
             ours = _checked(await measure(task(port, stream=False)))
-            messages = await _bus_messages(monitor_port) - before
+            messages = await bus_messages(monitor_port) - before
             echo_stream = _checked(await measure(task(echo_port, stream=True)))
             stream = _checked(await measure(task(port, stream=True)))
             say(f"one connection, {PAIRS} pairs of {PAIR_REQUESTS} requests, direct and through the pool")
@@ -121,12 +122,3 @@ async def _echo() -> AsyncIterator[int]:
     finally:
         process.terminate()
         await process.wait()
-
-
-async def _bus_messages(monitor_port: int) -> int:
-    """Messages that the bus took in and gave out since its start, by its own counters."""
-    import httpx
-
-    async with httpx.AsyncClient(trust_env=False) as client:
-        counters = (await client.get(f"http://127.0.0.1:{monitor_port}/varz")).json()
-    return int(counters["in_msgs"]) + int(counters["out_msgs"])
