@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from profiles.costs import prefill_s
 from subjects.ids import ModelHash, RequestId, Tenant
-from subjects.messages import ModelRecord, PoolModel, SlaClass
+from subjects.messages import TASK_OF, Endpoint, ModelRecord, PoolModel, SlaClass, Task
 
 _Key = TypeVar("_Key")
 
@@ -22,6 +22,7 @@ RETRY_AFTER_S_DEFAULT = 1
 RETRY_AFTER_S_MAX = 60
 RETRY_AFTER_PERMANENT_S = 600
 """For a model that cannot fit: only an operator can change that."""
+_ABILITIES = {Task.GENERATE: "chat and text completions", Task.EMBED: "embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Wish:
 
     tags: tuple[str, ...] = ()
     quality_tier_min: int = 0
+    task: Task = Task.GENERATE
 
 
 def retry_after_s(estimated_wait_s: float) -> int:
@@ -93,6 +95,15 @@ def context_refusal(record: ModelRecord, *, input_tokens: int, max_tokens: int |
     return Refused(400, message, "invalid_request_error", "context_length_exceeded", "messages")
 
 
+def task_refusal(record: ModelRecord, endpoint: Endpoint) -> Refused | None:
+    """A model that cannot do what the route is for says so, and what it can, before anything wakes for it."""
+    if record.task is TASK_OF[endpoint]:
+        return None
+    able, asked = _ABILITIES[record.task], _ABILITIES[TASK_OF[endpoint]]
+    message = f"The model '{record.name}' cannot do {asked}; it can do {able}."
+    return Refused(400, message, "invalid_request_error", "unsupported_by_model", "model")
+
+
 def unknown_model(name: str) -> Refused:
     """Nobody configured this name (PAINS B3, J12)."""
     shown = name if len(name) <= 128 else name[:128] + "..."
@@ -107,7 +118,8 @@ def rank_models(wish: Wish, views: Sequence[ModelView]) -> tuple[ModelView, ...]
     suitable = [
         view
         for view in views
-        if view.record.quality_tier >= wish.quality_tier_min
+        if view.record.task is wish.task
+        and view.record.quality_tier >= wish.quality_tier_min
         and all(tag in view.record.tags for tag in wish.tags)
         and pool_refusal(view) is None
     ]
@@ -122,7 +134,8 @@ def no_model_fits(wish: Wish) -> Refused:
     """No model of the registry can take an ``auto`` request."""
     wanted = f" with the tags {', '.join(wish.tags)}" if wish.tags else ""
     tier = f" of quality tier {wish.quality_tier_min} or more" if wish.quality_tier_min else ""
-    message = f"No model{wanted}{tier} whose context fits this request is available."
+    purpose = f" for {_ABILITIES[wish.task]}" if wish.task is not Task.GENERATE else ""
+    message = f"No model{purpose}{wanted}{tier} whose context fits this request is available."
     return Refused(404, message, "invalid_request_error", "no_model_fits", "model")
 
 

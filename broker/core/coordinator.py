@@ -1,8 +1,8 @@
 """The coordinator: one policy for the whole pool (SCH-3, SCH-4).
 
 At every look it follows what each model asks for (``needs``, ``headroom``). The *fast* part acts at once: a model that lacks
-capacity gets it where that costs least, one in a rush may use its spares, KV moves between neighbours. The *slow* part looks
-whether devices can be given up. What it wants is a layout (``layout``, ``packing``); how the pool gets there is here:
+capacity gets it where that costs least, one in a rush may use its spares, KV moves between neighbours. The *slow* part, once
+a second, looks whether devices can be given up, and whether who lacks in vain can be helped by neighbours that go. What it wants is a layout (``layout``, ``packing``); how the pool gets there is here:
 
 * A replica that the layout does without is *doomed*. Once others are ready to take over it is *closed*: it takes nothing
   new, can be had back at once, and goes when it holds nothing any more, or after ``drain_s``.
@@ -41,6 +41,10 @@ from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 VALUES = {SlaClass.GOLD: 3000.0, SlaClass.SILVER: 1000.0, SlaClass.BRONZE: 300.0, SlaClass.BATCH: 50.0}
 """What all of a model's load is worth, in devices."""
 
+FLOOR_S = 60.0
+"""A model without any request for so long needs no share of time."""
+LACK_GROWN = 0.02
+"""Who could not be helped is tried again before the next look of the whole if it lacks so much more."""
 RELIEF_LACK_LARGE = 0.05
 """In large pools ``relief_lack`` is this."""
 RELIEVED_MAX = 2
@@ -83,14 +87,16 @@ class CoordinatorSettings:
     watch_gap_s: float = 5.0
     """After a longer pause it is as if new."""
     trials_max: int = 1500
-    """Changes of the layout that one look may try."""
+    """Changes of the layout that one search may try, in pools of up to ``whole_sites_max`` devices; fewer in larger ones."""
     relief_lack: float = 0.001
-    """A model that lacks more, and whom nothing else helps, may cost its neighbours their places."""
+    """A model that lacks more, and whom nothing else helps, may cost its neighbours their places, but not their last one;"""
+    relief_again_s: float = 5.0
+    """nor are others asked to go for it again sooner."""
     replan_s: float = 10.0
     replan_gain: float = 0.8
     """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
     whole_sites_max: int = 96
-    """not in a pool of more devices."""
+    """not in a pool of more devices, where relief too is only for who lacks much (``RELIEF_LACK_LARGE``)."""
     forget_s: float = 1800.0
     """A model without any request for so long need not be resident."""
     lack_free: float = 0.2
@@ -140,8 +146,12 @@ class Coordinator:
         self._told: dict[ReplicaId, float] = {}
         """Routing weights as last told."""
         self._seen: tuple[tuple[ReplicaId, ReplicaState], ...] = ()
-        self._helpless: set[ModelHash] = set()
-        """Whom the last looks could not help: others are looked at more often."""
+        self._helpless: dict[ModelHash, float] = {}
+        """Whom the last looks could not help, and what they lacked: others are looked at more often."""
+        self._relief_s: dict[ModelHash, float] = {}
+        """When relief was last looked for."""
+        self._trimmed = 0
+        """Where trimming goes on."""
         self._capacity: list[float] = []
         self._speed: list[float] = []
         """By model: share of devices that its ready replicas of the plan have."""
@@ -246,7 +256,7 @@ class Coordinator:
             standing=standing(model, costs),
             usage=self._usage(model, costs, need),
             share_min=need.share_min,
-            share_floor=need.share_floor,
+            share_floor=need.share_floor if now_s - need.last_seen_s < FLOOR_S else 0.0,
             kv_bytes=max(0.0, kv_bytes) * (1 - s.kv_lack_free),
             kv_keep_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],
@@ -276,10 +286,11 @@ class Coordinator:
         search = Search(layout, trials_max)
         there = set(layout.blocks)
         hashes = [model.record.model_hash for model in look.models]
-        search.grow(only=None if routine else [index for index, key in enumerate(hashes) if key not in self._helpless])
         if routine:
-            self._helpless = set()
-        self._helpless.update(hashes[index] for index in search.helpless)
+            self._helpless = {}
+        known = [self._helpless.get(key, -1.0) for key in hashes]
+        search.grow(only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + LACK_GROWN])
+        self._helpless.update((hashes[index], layout.lack(index)) for index in search.helpless)
         enough = set(layout.blocks) == there
         why = "the rest carries it"
         spares = self._spares.kept
@@ -310,15 +321,22 @@ class Coordinator:
 
         That is judged by what will be when those that go are gone: until then they take their part of the time.
         """
-        lacks = [(layout.lack(index), index) for index in range(len(look.models))]
-        least = self.settings.relief_lack if len(look.problem.sites) <= self.settings.whole_sites_max else RELIEF_LACK_LARGE
-        lacking = [index for lack, index in sorted(lacks, reverse=True) if lack > least]
+        s, now_s = self.settings, look.now_s
+        self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < s.relief_again_s}
+        least = s.relief_lack if len(look.problem.sites) <= s.whole_sites_max else RELIEF_LACK_LARGE
+        lacks = []
+        for index, wanted in enumerate(look.problem.needs):
+            lack = layout.lack(index)
+            if lack > least and layout.of(index) and wanted.model not in self._relief_s:
+                lacks.append((-lack * wanted.value, index))
+        lacking = [index for _, index in sorted(lacks)[:RELIEVED_MAX]]
         if not lacking:
             return None
         settled = replace(look.problem, placed=tuple(replace(block, bytes_left=0) for block in look.problem.placed))
         search = Search(Layout(settled, layout.blocks.values()), self._trials_max(look))
         young = self._young_sites(look)
-        if not any(search.relieve(index, young) for index in lacking[:RELIEVED_MAX]):
+        self._relief_s.update((look.problem.needs[index].model, now_s) for index in lacking)
+        if not any(search.relieve(index, young) for index in lacking):
             return None
         return Layout(look.problem, search.layout.blocks.values())
 
@@ -359,7 +377,7 @@ class Coordinator:
         young = self._young_sites(look)
         candidates = [site for site in search.emptiest() if site not in young]
         emptied = [site for site in candidates if search.layout.used(site) and search.empty(site, moves=False)]
-        search.trim(young)
+        self._trimmed = Search(search.layout, self._trials_max(look)).trim(young, self._trimmed)
         if emptied or look.now_s - self._calm_s < self.settings.calm_s:
             return emptied
         tries = min(self.settings.shrink_tries, len(candidates))

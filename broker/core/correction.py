@@ -37,7 +37,7 @@ class CorrectionSettings:
     lasting_missed: float = 0.008
     """Misses last when, of the requests of about so long, more than this share missed; fully so at twice it."""
     lasting_after_s: float = 90.0
-    """What is missed right after a model's first request tells of loads only."""
+    """What is missed so soon after a model's first replica is ready tells of its load only."""
     load_lasting: float = 0.5
     """By so much more load may be asked for while they last in full,"""
     share_s: float = 60.0
@@ -76,11 +76,12 @@ class Correction:
         self._finished = self._missed = 0.0
         self._lasting_finished = self._lasting_missed = 0.0
 
-    def look(self, now_s: float, gone_s: float, finished: int, missed: int, waits: float) -> None:
+    def look(self, now_s: float, gone_s: float, finished: int, missed: int, waits: float, *, cold: bool = False) -> None:
         """What happened in the last ``gone_s`` seconds: requests that ended, how many of them missed their targets, and
-        for how much of the time to the first token (1: all of it) the first in the queue has waited."""
+        for how much of the time to the first token (1: all of it) the first in the queue has waited. ``cold``: no replica
+        is ready."""
         s = self.settings
-        self._begun_s = min(self._begun_s, now_s)
+        self._begun_s = now_s if cold else min(self._begun_s, now_s)
         lasting = self._lasting(now_s, gone_s, finished, missed)
         self.share = min(s.share_max, self.share * math.exp(-gone_s / s.share_memory_s) + lasting * gone_s / s.share_s)
         fade = math.exp(-gone_s / s.missed_memory_s)

@@ -19,9 +19,15 @@ from broker.core.problem import Problem as Problem
 from broker.core.problem import Site as Site
 from broker.core.sharing import served_share, share_of_all, share_of_time
 
-CRAMPED_LACK = 0.005
+CRAMPED_DEVICES = 5.0
+CRAMPED_LACK_MAX = 0.02
 """What a model lacks, at most, whose replicas carry its load but have less of their devices' time than turned out to be
-needed: enough to be worth a device, less than any real lack."""
+needed: worth so many devices, but of no model more than this part of its load."""
+
+
+def cramped_lack(value: float) -> float:
+    """The most that a model of this value can lack for want of a larger share of time alone."""
+    return min(CRAMPED_LACK_MAX, CRAMPED_DEVICES / value) if value > 0 else 0.0
 
 
 class Score(NamedTuple):
@@ -247,9 +253,11 @@ class Layout:
         if replicas < seats:
             lack = max(lack, 1 - replicas / seats)
         floor = wanted.share_floor
-        if floor > 0.0 and replicas and load > 0 and lack < CRAMPED_LACK:
-            missing = sum(max(0.0, 1.0 - self._share_of(self.blocks[number]) / floor) for number in self._of[need])
-            lack = max(lack, CRAMPED_LACK * missing / replicas)
+        if floor > 0.0 and replicas and load > 0:
+            most = cramped_lack(wanted.value)
+            if lack < most:
+                missing = sum(max(0.0, 1.0 - self._share_of(self.blocks[number]) / floor) for number in self._of[need])
+                lack = max(lack, most * missing / replicas)
         kv_bytes = wanted.kv_keep_bytes if self._keep and wanted.kv_keep_bytes is not None else wanted.kv_bytes
         if kv_bytes > 0 and lack < 1:
             lack = max(lack, 1 - self.kv_bytes(need) / kv_bytes)

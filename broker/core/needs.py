@@ -18,7 +18,7 @@ from broker.core.correction import Correction, CorrectionSettings
 from broker.core.headroom import Headroom, HeadroomSettings
 from broker.core.policy import ModelView
 from subjects.ids import ModelHash
-from subjects.messages import StepCosts
+from subjects.messages import ReplicaState, StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,8 @@ class Needs:
             SHARE_MIN_MOST, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
         )
         waits = model.oldest_wait_s / (model.record.sla.ttft_p95_ms / 1000)
-        tracker.correction.look(now_s, gone_s, model.finished, model.finished - model.within_slo, waits)
+        cold = not any(replica.state is ReplicaState.READY for replica in model.replicas)
+        tracker.correction.look(now_s, gone_s, model.finished, model.finished - model.within_slo, waits, cold=cold)
         need.share_floor = tracker.correction.share
         need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:

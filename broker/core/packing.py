@@ -18,7 +18,7 @@ from broker.core.problem import Block, Problem
 TAKEOVERS_MAX = 16
 """Groups of linked devices that others might have to leave for one replica that spans several."""
 GROUPS_MAX = 70
-"""Choices of a group's devices that are looked at for one replica that spans several, the emptiest first,"""
+"""Choices of a group's devices that are looked at for one replica that spans several,"""
 PLACES_MAX = 280
 """and those of all groups together, but two of each."""
 
@@ -196,6 +196,9 @@ class Search:
             fresh.sort(key=lambda site: (layout.paid(site), site))
             members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
             if len(members) >= wanted.gpus:
+                # Those that are in use come first, so the empty ones by themselves would come last, if at all.
+                if len(fresh) >= wanted.gpus:
+                    places.append(tuple(sorted(fresh[: wanted.gpus])))
                 places.extend(islice(_combinations(members, wanted.gpus), each))
         return [sites for sites in dict.fromkeys(places) if layout.fits(need, sites)]
 
@@ -224,7 +227,7 @@ class Search:
         return max(owner.replicas_min, int(owner.load > 0))
 
     def _takeovers(self, need: int, shut: Sequence[int]) -> list[_Option]:
-        """Places that one block of another model would have to leave, or one on each of several devices."""
+        """Places that one block of another model would have to leave, or all on several devices."""
         layout = self.layout
         wanted = layout.problem.needs[need]
         if len(layout.of(need)) >= wanted.replicas_max:
@@ -249,8 +252,9 @@ class Search:
         groups: dict[str, list[tuple[float, int, tuple[int, ...]]]] = {}
         for site, place in enumerate(layout.problem.sites):
             if place.group and place.kind in wanted.rates and site not in shut:
-                leave = () if layout.fits_site(need, site) else tuple(layout.on(site))
-                if all(self._may_leave(number, need) for number in leave):
+                fits = layout.fits_site(need, site)
+                leave = () if fits else tuple(layout.on(site))
+                if (fits or leave) and all(self._may_leave(number, need) for number in leave):
                     carried = math.fsum(layout.carried(number) for number in leave)
                     groups.setdefault(place.group, []).append((carried, site, leave))
         found: list[tuple[float, _Option]] = []
@@ -301,21 +305,26 @@ class Search:
         new is put elsewhere."""
         return self.again(list(self.layout.on(site)), new_devices=False, shut=(site,), moves=moves)
 
-    def trim(self, spared: Container[int] = ()) -> None:
-        """Takes off what its model and its neighbours can do without, on all sites but those that are ``spared``."""
+    def trim(self, spared: Container[int] = (), first: int = 0) -> int:
+        """Takes off what its model and its neighbours can do without, on all sites but those that are ``spared``.
+
+        Begins with block number ``first``. Returns where to go on when it was tired, else 0.
+        """
         layout = self.layout
-        for number in sorted(layout.blocks):
+        for number in sorted(layout.blocks, key=lambda number: (number < first, number)):
             block = layout.blocks[number]
             floor = layout.problem.needs[block.need].replicas_min
             if block.stays or len(layout.of(block.need)) <= floor or any(site in spared for site in block.sites):
                 continue
             if self.tired:
-                return
+                return number
             self.again([number], moves=False)
+        return 0
 
     def relieve(self, need: int, spared: Container[int] = ()) -> bool:
         """All neighbours of one of a model's replicas, on all of its devices at once, go or find room elsewhere; none of
-        the ``spared`` sites is touched. True when that was better, else all is as it was."""
+        the ``spared`` sites is touched, and no model loses its last replica. True when that was better, else all is as it
+        was."""
         layout = self.layout
         for number in list(layout.of(need)):
             sites = layout.blocks[number].sites
@@ -324,8 +333,14 @@ class Search:
                 return False
             if not neighbours or any(site in spared for other in neighbours for site in layout.blocks[other].sites):
                 continue
-            if not any(layout.blocks[other].stays for other in neighbours) and self.again(neighbours, shut=sites):
-                return True
+            if any(layout.blocks[other].stays for other in neighbours):
+                continue
+            owners = {layout.blocks[other].need for other in neighbours}
+            mark = layout.mark()
+            if self.again(neighbours, shut=sites):
+                if all(len(layout.of(owner)) >= self._floor(owner) for owner in owners):
+                    return True
+                layout.rollback(mark)
         return False
 
     # ---------------------------------------------------------------------------------------------------------- improving

@@ -57,7 +57,10 @@ class SpareChooser:
             on = [problem.needs[layout.blocks[number].need] for number in layout.on(site)]
             if not on or len(on) >= problem.sites[site].residents_max:
                 continue
-            if all(need.co_locates and need.share_min <= SHARE_MIN_MAX and need.tenant == on[0].tenant for need in on):
+            if all(
+                need.co_locates and max(need.share_min, need.share_floor) <= SHARE_MIN_MAX and need.tenant == on[0].tenant
+                for need in on
+            ):
                 self._tenant[site] = on[0].tenant
         self._orders: dict[int, list[tuple[float, int]]] = {}
         """Those sites by the number of their residents, each with what it has free, negative, in the order of preference."""

@@ -9,7 +9,9 @@ from broker.core.correction import Correction, CorrectionSettings
 TICK_S = 0.2
 
 
-def looked(correction: Correction, begin_s: float, seconds: float, *, missed: float = 0.0, waits: float = 0.0) -> float:
+def looked(
+    correction: Correction, begin_s: float, seconds: float, *, missed: float = 0.0, waits: float = 0.0, cold: bool = False
+) -> float:
     """Ten requests a second end, of which a share misses. Returns when that is over."""
     now_s, owed = begin_s, 0.0
     while now_s < begin_s + seconds - 1e-9:
@@ -17,7 +19,7 @@ def looked(correction: Correction, begin_s: float, seconds: float, *, missed: fl
         owed += 10 * TICK_S * missed
         bad = int(owed)
         owed -= bad
-        correction.look(now_s, TICK_S, int(10 * TICK_S), bad, waits)
+        correction.look(now_s, TICK_S, int(10 * TICK_S), bad, waits, cold=cold)
     return now_s
 
 
@@ -48,7 +50,10 @@ def test_what_a_cold_start_missed_asks_for_no_share() -> None:
     """All of the first requests came too late, and none after them."""
     correction = Correction(CorrectionSettings())
     now_s = looked(correction, 0.0, 60.0, missed=1.0)
-    looked(correction, now_s, 300.0)
+    now_s = looked(correction, now_s, 300.0)
+    assert correction.share == 0.0
+    now_s = looked(correction, now_s, 600.0, cold=True)  # It leaves, and is woken much later.
+    looked(correction, now_s, 60.0, missed=1.0)
     assert correction.share == 0.0
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.core.layout import CRAMPED_LACK, Layout, Score
+from broker.core.layout import Layout, Score, cramped_lack
 from broker.core.problem import Block, Need, Prices, Problem, Site
 from broker.core.sharing import served_share, share_of_all, share_of_time
 from subjects.ids import DeviceId, ReplicaId, WorkerId
@@ -381,5 +381,6 @@ def test_replicas_without_the_share_of_time_that_was_needed_lack_a_little() -> N
     beside = Layout(Problem((site(0), site(1)), needs), (Block(0, (0,)), Block(1, (0,))))
     alone = Layout(Problem((site(0), site(1)), needs), (Block(0, (0,)), Block(1, (1,))))
     assert alone.lack(0) == 0.0
-    assert beside.lack(0) == pytest.approx(CRAMPED_LACK * (1 - beside.share(0, 0) / 0.8))
+    assert beside.lack(0) == pytest.approx(cramped_lack(1000.0) * (1 - beside.share(0, 0) / 0.8))
+    assert [value * cramped_lack(value) for value in (3000.0, 1000.0)] == pytest.approx([5.0, 5.0])
     assert beside.lack(1) == 0.0 and beside.score().total > alone.score().total

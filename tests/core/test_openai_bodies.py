@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from broker.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, parse_body
+from broker.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, EmbeddingBody, parse_body
 from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError
@@ -29,8 +29,11 @@ RECORD = ModelRecord(
 )
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "Hi"}
+EMBEDDING: dict[str, Any] = {"model": "m", "input": "Hi"}
+GOOD = {Endpoint.CHAT: CHAT, Endpoint.COMPLETIONS: COMPLETION, Endpoint.EMBEDDINGS: EMBEDDING}
 EXTRA = ("chat_template_kwargs", "documents", "add_special_tokens", "lora", "adapter", "functions", "top_k", "ignore_eos")
-FIELDS = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *EXTRA} - set(WITHHELD_FIELDS))
+STRUCTS = (ChatBody, CompletionBody, EmbeddingBody)
+FIELDS = sorted({*(name for struct in STRUCTS for name in struct.__struct_fields__), *EXTRA} - set(WITHHELD_FIELDS))
 NUMBERS = st.sampled_from([0, 1, -1, 2**31, 2**63, 2**64, 10**30, 0.5, -0.5, 1.0, 1e308, True, False])
 SCALARS = st.none() | NUMBERS | st.text(max_size=8) | st.sampled_from(["auto", "none", "required", "json_object", "text"])
 KEYS = st.text(max_size=4) | st.sampled_from(
@@ -63,9 +66,10 @@ MESSAGES = st.lists(
 )
 @example(Endpoint.CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 7}}]}, None)
 @example(Endpoint.COMPLETIONS, {"prompt": [[2**32]]}, None)
+@example(Endpoint.EMBEDDINGS, {"input": [[2**32]]}, None)
 def test_any_body_is_profiled_or_a_400(endpoint: Endpoint, fields: dict[str, Any], messages: Any) -> None:
     """The whole way from bytes to a profile raises nothing but our own error, and that one is the client's fault."""
-    body = {**(CHAT if endpoint is Endpoint.CHAT else COMPLETION), **({"messages": messages} if messages else {}), **fields}
+    body = {**GOOD[endpoint], **({"messages": messages} if messages else {}), **fields}
     try:
         parsed = parse_body(endpoint, json.dumps(body).encode())
         prompts = EstimatedTokenizer().prompts(endpoint, parsed.mapping)
@@ -74,9 +78,10 @@ def test_any_body_is_profiled_or_a_400(endpoint: Endpoint, fields: dict[str, Any
     except ApiError as error:
         assert error.status == 400 and error.message
     else:
-        assert profile.n == parsed.n and profile.stream == parsed.stream and profile.max_tokens >= 1
+        assert profile.n == parsed.n and profile.stream == parsed.stream
         assert profile.tools == parsed.tools and profile.structured == parsed.structured
-        assert len(prompts) == 1
+        assert len(prompts) >= 1 and (profile.max_tokens >= 1) == (endpoint is not Endpoint.EMBEDDINGS)
+        assert len(prompts) == 1 or endpoint is Endpoint.EMBEDDINGS
 
 
 @settings(max_examples=200, deadline=None)

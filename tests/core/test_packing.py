@@ -422,3 +422,41 @@ def test_relief_spares_what_is_young_and_what_stays_and_is_taken_back_unless_bet
     gold = (problem.needs[0], replace(problem.needs[1], value=GOLD, load=2.0))
     layout = Layout(replace(problem, sites=problem.sites[:3], needs=gold), problem.placed)
     assert not Search(layout).relieve(0) and set(named(layout)) == set(problem.placed)
+
+
+def test_relief_costs_nobody_its_last_replica_whatever_it_is_worth() -> None:
+    """Who never has fewer has no fewer, else it would come and go for ever (SCH-4)."""
+    needs = (
+        need("gold", load=0.75, usage=0.75, value=GOLD),
+        need("batch", load=0.6, usage=0.6, value=50.0, replicas_min=1),
+    )
+    placed = (there(0, (0,)), there(1, (0,)))
+    layout = Layout(Problem((site(0, residents=2),), needs, placed), placed)
+    assert layout.lack(0) > 0.3 and not Search(layout).relieve(0) and named(layout) == placed
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_empty_devices_are_among_the_choices_however_many_groups_there_are(groups: int) -> None:
+    """A replica over four devices goes where nobody is, not beside busy ones, in a small pool and in a large one (SCH-3)."""
+    sites = tuple(site(number, group=f"g{number // 8}", residents=2) for number in range(8 * groups))
+    needs = (need("busy", load=0.7 * 4 * groups, usage=0.7, gb=10), need("spans", load=0.9, gpus=4, usage=0.9, gb=10))
+    placed = tuple(there(0, (number,)) for number in range(8 * groups) if number % 8 < 4)
+    layout = Layout(Problem(sites, needs, placed), placed)
+    Search(layout).grow()
+    assert layout.lack(1) == 0.0
+    assert [block.sites[0] % 8 for block in named(layout) if block.need == 1] == [4]
+
+
+def test_a_device_that_is_empty_but_full_is_no_place_to_take_over() -> None:
+    """Memory that a leaver still holds is nobody's to give (SCH-4)."""
+    sites = tuple(site(number, group="a", residents=1) for number in range(3))
+    needs = (need("bronze", load=1.8, value=BRONZE), need("gone"), need("tp2", load=0.9, gpus=2, value=GOLD))
+    left = Block(1, (0,), ReplicaId("gone"), bytes_left=75_000_000_000)
+    placed = (left, there(0, (1,)), there(0, (2,)))
+    layout = Layout(Problem(sites, (replace(needs[0], load=0.5), *needs[1:]), placed), placed[1:])
+    search = Search(layout)
+    assert not search._takeovers(2, ())  # Bronze keeps one of its two: only one device could be had.
+    more = Problem((*sites, site(3, group="a", residents=1)), needs, (*placed, there(0, (3,))))
+    layout = Layout(more, more.placed[1:])
+    Search(layout).grow()
+    assert layout.lack(2) == 0.0

@@ -18,7 +18,7 @@ from profiles.tiny import SIZES, VOCABULARY, make_tiny
 from profiles.tokenizer import ModelTokenizer
 from subjects.codec import decode, encode
 from subjects.errors import ConfigError, EngineError
-from subjects.messages import Endpoint, EngineType, Lane, ModelRecord, StepCosts
+from subjects.messages import Endpoint, EngineType, Lane, ModelRecord, StepCosts, Task
 
 
 @pytest.fixture(autouse=True)
@@ -509,6 +509,17 @@ def test_record_of_a_server(tmp_path: Path) -> None:
     assert record.model_hash != record_of(spec | {"model": "other"}, tmp_path).model_hash
     assert record.model_hash == record_of(spec | {"source": "http://127.0.0.1:1/v1"}, tmp_path, name="b").model_hash
     assert record_of(spec | {"resources": {"baseline_memory_gb": 2}}, tmp_path).budget_bytes == 2 * 10**9
+
+
+@pytest.mark.parametrize("engine", ["openai_http", "simulated"])
+def test_a_record_says_what_the_model_is_for(tmp_path: Path, engine: str) -> None:
+    """Its task is part of what it is; to say the default is to say nothing, so that older hashes stay."""
+    spec = {"source": "http://127.0.0.1:1/v1"} if engine == "openai_http" else {}
+    spec |= {"engine": {"type": engine, "max_context_len": 4096}}  # type: ignore[dict-item]
+    plain, embeds = record_of(spec, tmp_path), record_of(spec | {"task": "embed"}, tmp_path)
+    assert (plain.task, embeds.task) == (Task.GENERATE, Task.EMBED)
+    assert record_of(spec | {"task": "generate"}, tmp_path) == plain
+    assert embeds.model_hash != plain.model_hash
 
 
 def test_record_of_a_simulated_model(tmp_path: Path) -> None:
