@@ -2,7 +2,8 @@
 
 At every look it follows what each model asks for (``needs``, ``headroom``). The *fast* part acts at once: a model that lacks
 capacity gets it where that costs least, one in a rush may use its spares, KV moves between neighbours. The *slow* part, once
-a second, looks whether devices can be given up, and whether who lacks in vain can be helped by neighbours that go. What it wants is a layout (``layout``, ``packing``); how the pool gets there is here:
+a second, looks whether devices can be given up, and whether who lacks in vain can be helped by neighbours that go. What it
+wants is a layout (``layout``, ``packing``); how the pool gets there is here:
 
 * A replica that the layout does without is *doomed*. Once others are ready to take over it is *closed*: it takes nothing
   new, can be had back at once, and goes when it holds nothing any more, or after ``drain_s``.
