@@ -17,7 +17,7 @@ from broker.core.admission import Wish
 from broker.exchange import Ask
 from broker.openai_bodies import ParsedBody
 from subjects.errors import ApiError
-from subjects.messages import RequestKind
+from subjects.messages import TASK_OF, RequestKind
 
 HEADER_LENGTH_MAX = 128
 
@@ -49,7 +49,7 @@ def wish_of(ask: Ask, body: ParsedBody) -> Wish:
     tier = header(ask, "x-carpool-quality-tier-min")
     if tier and not tier.isdigit():
         raise ApiError(400, "The header 'X-Carpool-Quality-Tier-Min' must be a whole number.", code="invalid_value")
-    return Wish(tuple(sorted(set(tags))), int(tier or 0))
+    return Wish(tuple(sorted(set(tags))), int(tier or 0), TASK_OF[ask.endpoint])
 
 
 def timeout_s_of(ask: Ask) -> float | None:

@@ -29,6 +29,7 @@ from broker.core.admission import (
     no_model_fits,
     pool_refusal,
     rank_models,
+    task_refusal,
     unknown_model,
     yields_at_s,
 )
@@ -61,6 +62,7 @@ from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, place_of
 from subjects.ids import IngressId, RequestId, incarnated
 from subjects.messages import (
+    Endpoint,
     IngressTelemetry,
     ModelRecord,
     PoolDigest,
@@ -345,6 +347,9 @@ class Gateway:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
         if body.model != AUTO:
             view = await self._named(body.model, arrived_s)
+            unable = task_refusal(view.record, ask.endpoint)
+            if unable is not None:
+                raise _api_error(unable)
             refusal = pool_refusal(view)
             if refusal is not None:
                 view = self._fallback_of(view) or _raise(refusal)
@@ -372,6 +377,8 @@ class Gateway:
         other = self._models.resolve(view.record.fallback)
         if other is None or other.record.name == view.record.name or pool_refusal(other) is not None:
             return None
+        if other.record.task is not view.record.task:
+            return None
         return other
 
     async def _profile(self, ask: Ask, body: ParsedBody, record: ModelRecord, arrived_s: float) -> RequestProfile:
@@ -379,10 +386,11 @@ class Gateway:
         tokenizer = await self._tokenizer_of(record)
         count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
         prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
-        input_tokens = max(len(prompt) for prompt in prompts)
-        refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.max_tokens)
-        if refusal is not None:
-            raise _api_error(refusal)
+        if ask.endpoint is not Endpoint.EMBEDDINGS:
+            input_tokens = max(len(prompt) for prompt in prompts)
+            refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.max_tokens)
+            if refusal is not None:
+                raise _api_error(refusal)
         now_s = time.monotonic()
         context = RequestContext(
             tenant=ask.tenant,
@@ -418,7 +426,7 @@ class Gateway:
             choices=profile.n,
             include_usage=body.include_usage,
         )
-        stream = body.stream if ask.stream is None else ask.stream
+        stream = body.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
         exchange = Exchange(request, head, stream=stream, leave=partial(self._client_left, request))
         exchange.model = view.record.name
         if not own_name and body.model != AUTO:

@@ -23,7 +23,7 @@ from broker import tokenizing
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import CONTENT_TYPE
 from broker.http_keys import ANYONE, ApiKeys, Caller
-from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, WholeAnswer, as_events, error_body, error_event
+from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, as_events, error_body, error_event, whole_answer
 from broker.openapi import document
 from subjects.errors import ApiError, place_of
 from subjects.messages import Endpoint
@@ -36,7 +36,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-HOT_ROUTES = {"/v1/chat/completions": Endpoint.CHAT, "/v1/completions": Endpoint.COMPLETIONS}
+HOT_ROUTES = {
+    "/v1/chat/completions": Endpoint.CHAT,
+    "/v1/completions": Endpoint.COMPLETIONS,
+    "/v1/embeddings": Endpoint.EMBEDDINGS,
+}
 ANSWERED_HERE: dict[str, Callable[[Gateway, bytes], Awaitable[bytes]]] = {
     "/tokenize": tokenizing.tokenize,
     "/detokenize": tokenizing.detokenize,
@@ -265,7 +269,7 @@ async def _whole(exchange: Exchange, send: Send) -> None:
         if isinstance(piece, Ended):
             break
         deltas.extend(piece)
-    answer = WholeAnswer(exchange.head)
+    answer = whole_answer(exchange.head)
     answer.add(deltas)
     body = answer.body(piece.usage)
     await _send(send, 200, body, [_JSON, *_about(exchange)])
@@ -342,6 +346,7 @@ def _rest_of_the_routes(gateway: Gateway) -> Starlette:
             "state": state,
             "max_model_len": record.max_context_len if record is not None else None,
             "tags": record.tags if record is not None else (),
+            "task": record.task if record is not None else None,
         }
 
     async def health(request: Request) -> Response:

@@ -8,7 +8,7 @@ import structlog
 
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway import Gateway
-from broker.openai_answers import ChunkWriter, WholeAnswer, error_body
+from broker.openai_answers import ChunkWriter, error_body, whole_answer
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
@@ -155,7 +155,7 @@ async def _whole(exchange: Exchange, answer: _Answer) -> None:
             break
         else:
             deltas.extend(piece)
-    whole = WholeAnswer(exchange.head)
+    whole = whole_answer(exchange.head)
     whole.add(deltas)
     try:
         await answer.send(whole.body(piece.usage), last=True)

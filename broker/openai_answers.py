@@ -22,6 +22,7 @@ CHOICE_KEYS = ("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
+_ID_PREFIX = {Endpoint.CHAT: "chatcmpl", Endpoint.COMPLETIONS: "cmpl", Endpoint.EMBEDDINGS: "embd"}
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
@@ -45,7 +46,7 @@ class AnswerHead:
     @property
     def public_id(self) -> str:
         """The id a client sees."""
-        return f"{'chatcmpl' if self.endpoint is Endpoint.CHAT else 'cmpl'}-{self.request}"
+        return f"{_ID_PREFIX[self.endpoint]}-{self.request}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- errors
@@ -227,6 +228,51 @@ class WholeAnswer:
         if choice.stop_reason is not None:
             fields["stop_reason"] = choice.stop_reason
         return fields
+
+
+class _Embedding(msgspec.Struct, frozen=True):
+    index: int
+    embedding: msgspec.Raw
+
+
+class _Embeddings(msgspec.Struct, frozen=True):
+    data: list[_Embedding]
+
+
+_decode_embeddings = msgspec.json.Decoder(_Embeddings).decode
+
+
+class EmbeddingAnswer:
+    """Gathers the vectors of a request for embeddings. They are not parsed: the engine wrote them as the client asked."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._vectors: dict[int, msgspec.Raw] = {}
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        """Takes the next deltas."""
+        for delta in deltas:
+            if delta.detail:
+                for one in _decode_embeddings(delta.detail).data:
+                    self._vectors[one.index] = one.embedding
+
+    def body(self, usage: Usage | None) -> bytes:
+        """The response's JSON."""
+        body: dict[str, Any] = {
+            "id": self._head.public_id,
+            "object": "list",
+            "created": self._head.created_unix_s,
+            "model": self._head.model,
+            "data": [{"object": "embedding", "index": i, "embedding": self._vectors[i]} for i in sorted(self._vectors)],
+        }
+        if usage is not None:
+            body["usage"] = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+        return _encode(body)
+
+
+def whole_answer(head: AnswerHead) -> WholeAnswer | EmbeddingAnswer:
+    """What gathers an answer that is not streamed."""
+    return EmbeddingAnswer(head) if head.endpoint is Endpoint.EMBEDDINGS else WholeAnswer(head)
 
 
 def _merge_choice_keys(kept: dict[str, Any], new: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -23,6 +23,9 @@ LOGIT_BIAS_ENTRIES_MAX = 1024
 MESSAGES_MAX = 4096
 TOOLS_MAX = 128
 TOKENS_MAX = 1 << 24
+INPUTS_MAX = 2048
+"""Inputs of one request for embeddings, as at OpenAI."""
+DIMENSIONS_MAX = 1 << 16
 DETOKENIZED_MAX = 1 << 20
 """Token ids that are turned back into text at once."""
 WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params")
@@ -79,10 +82,20 @@ class Tool(msgspec.Struct, frozen=True):
     function: ToolFunction | None = None
 
 
-class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both routes share."""
+class BaseBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of all routes whose requests go to the pool."""
 
     model: _ModelName
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    cache_salt: Raw | UnsetType = UNSET
+    request_id: Raw | UnsetType = UNSET
+    kv_transfer_params: Raw | UnsetType = UNSET
+
+
+class CommonBody(BaseBody, frozen=True, kw_only=True):
+    """Fields that both routes for text share."""
+
     max_tokens: _TokenCount = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -96,13 +109,8 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=LOGIT_BIAS_ENTRIES_MAX)] | None
     ) = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    user: str | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     response_format: ResponseFormat | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
-    cache_salt: Raw | UnsetType = UNSET
-    request_id: Raw | UnsetType = UNSET
-    kv_transfer_params: Raw | UnsetType = UNSET
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
@@ -124,6 +132,14 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+
+
+class EmbeddingBody(BaseBody, frozen=True, kw_only=True):
+    """``POST /v1/embeddings``."""
+
+    input: str | Annotated[list[str | _TokenId | list[_TokenId]], Meta(min_length=1)]
+    dimensions: Annotated[int, Meta(ge=1, le=DIMENSIONS_MAX)] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +169,7 @@ class ParsedBody:
 
     endpoint: Endpoint
     raw: bytes
-    fields: ChatBody | CompletionBody
+    fields: ChatBody | CompletionBody | EmbeddingBody
     mapping: dict[str, Any]
     """The whole body decoded, for the tokenizer and its chat template."""
 
@@ -165,25 +181,27 @@ class ParsedBody:
     @property
     def stream(self) -> bool:
         """Whether the answer is a stream of chunks."""
-        return bool(self.fields.stream)
+        return isinstance(self.fields, CommonBody) and bool(self.fields.stream)
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk (PAINS J1)."""
+        if not isinstance(self.fields, CommonBody):
+            return False
         options = self.fields.stream_options
         return bool(self.fields.stream and options is not None and options.include_usage)
 
     @property
     def n(self) -> int:
         """How many choices the client asked for."""
-        return self.fields.n or 1
+        return (self.fields.n if isinstance(self.fields, CommonBody) else None) or 1
 
     @property
     def max_tokens(self) -> int | None:
         """The client's own bound on output tokens."""
         if isinstance(self.fields, ChatBody) and self.fields.max_completion_tokens is not None:
             return self.fields.max_completion_tokens
-        return self.fields.max_tokens
+        return self.fields.max_tokens if isinstance(self.fields, CommonBody) else None
 
     @property
     def tools(self) -> bool:
@@ -193,12 +211,14 @@ class ParsedBody:
     @property
     def structured(self) -> bool:
         """Whether the output must follow a format."""
-        return self.fields.response_format is not None and self.fields.response_format.type != "text"
+        wanted = self.fields.response_format if isinstance(self.fields, CommonBody) else None
+        return wanted is not None and wanted.type != "text"
 
 
 _DECODERS: dict[Endpoint, msgspec.json.Decoder[Any]] = {
     Endpoint.CHAT: msgspec.json.Decoder(ChatBody),
     Endpoint.COMPLETIONS: msgspec.json.Decoder(CompletionBody),
+    Endpoint.EMBEDDINGS: msgspec.json.Decoder(EmbeddingBody),
 }
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
@@ -213,12 +233,16 @@ def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
     Raises:
         ApiError: status 400 with ``param`` where one field is at fault.
     """
-    fields, mapping = cast("tuple[ChatBody | CompletionBody, dict[str, Any]]", _decoded(_DECODERS[endpoint], raw))
-    _check_combinations(fields)
-    if isinstance(fields, ChatBody):
-        _check_messages(fields.messages)
+    fields: ChatBody | CompletionBody | EmbeddingBody
+    fields, mapping = _decoded(_DECODERS[endpoint], raw)
+    if isinstance(fields, EmbeddingBody):
+        _check_inputs(fields.input)
     else:
-        _check_prompt(fields)
+        _check_combinations(fields)
+        if isinstance(fields, ChatBody):
+            _check_messages(fields.messages)
+        else:
+            _check_prompt(fields)
     if any(getattr(fields, name) is not UNSET for name in WITHHELD_FIELDS):
         raw, mapping = _withhold(raw), {name: value for name, value in mapping.items() if name not in WITHHELD_FIELDS}
     return ParsedBody(endpoint=endpoint, raw=raw, fields=fields, mapping=mapping)
@@ -337,6 +361,17 @@ def _check_prompt(fields: CompletionBody) -> None:
         raise _refuse("prompt", "Only one prompt per request is served here: send several requests.")
     if isinstance(prompt[0], list) and not prompt[0]:
         raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
+
+
+def _check_inputs(inputs: str | list[str | int | list[int]]) -> None:
+    if isinstance(inputs, list):
+        kinds = {type(one) for one in inputs}
+        if len(kinds) > 1:
+            raise _refuse("input", "Invalid value for 'input': strings, token ids and lists of them cannot be mixed.")
+        if kinds != {int} and len(inputs) > INPUTS_MAX:
+            raise _refuse("input", f"Invalid value for 'input': at most {INPUTS_MAX} inputs are taken in one request.")
+    if inputs == "" or (isinstance(inputs, list) and any(one in ("", []) for one in inputs)):
+        raise _refuse("input", "Invalid value for 'input': it is empty.")
 
 
 def _withhold(raw: bytes) -> bytes:

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from broker.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from broker.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from broker.tokenizing import DetokenizeAnswer, TokenizeAnswer
+from subjects.messages import Task
 
 _REF = "#/components/schemas/{name}"
 
@@ -44,6 +45,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     max_model_len: int | None
     tags: list[str]
+    task: Task | None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +71,27 @@ _COMPLETION = {
         "created": {"type": "integer"},
         "model": {"type": "string"},
         "choices": {"type": "array", "items": {"type": "object"}},
+        "usage": {"$ref": _REF.format(name="Usage")},
+    },
+}
+_EMBEDDING = {
+    "type": "object",
+    "required": ["object", "index", "embedding"],
+    "properties": {
+        "object": {"const": "embedding"},
+        "index": {"type": "integer"},
+        "embedding": {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string"}]},
+    },
+}
+_EMBEDDINGS = {
+    "type": "object",
+    "required": ["object", "data", "model"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "list"},
+        "created": {"type": "integer"},
+        "model": {"type": "string"},
+        "data": {"type": "array", "items": {"$ref": _REF.format(name="Embedding")}},
         "usage": {"$ref": _REF.format(name="Usage")},
     },
 }
@@ -107,6 +130,7 @@ _DETOKENIZE = _Described("The text of token ids", DetokenizeBody, DetokenizeAnsw
 ROUTES: dict[str, _Described] = {
     "/v1/chat/completions": _Described("Chat", ChatBody, "Completion", streams=True, errors=_POOL_ERRORS),
     "/v1/completions": _Described("Completion", CompletionBody, "Completion", streams=True, errors=_POOL_ERRORS),
+    "/v1/embeddings": _Described("One vector for each input", EmbeddingBody, "Embeddings", errors=_POOL_ERRORS),
     "/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,
     "/v1/tokenize": _TOKENIZE,
@@ -143,7 +167,13 @@ def _document() -> dict[str, Any]:
         "info": {"title": "Carpool", "version": _version(), "description": "OpenAI's API over a pool of shared devices."},
         "paths": {path: {"post" if route.body else "get": _operation(path, route)} for path, route in ROUTES.items()},
         "components": {
-            "schemas": {**schemas, "Completion": _COMPLETION, "Usage": _USAGE},
+            "schemas": {
+                **schemas,
+                "Completion": _COMPLETION,
+                "Embedding": _EMBEDDING,
+                "Embeddings": _EMBEDDINGS,
+                "Usage": _USAGE,
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

@@ -55,6 +55,7 @@ _FIXED_FIELDS = (
     "echo",
 )
 """Each of these depends on what was generated before, or is not the same after a cut (ops/decisions/0004)."""
+_PROMPT_FIELD = {Endpoint.CHAT: "messages", Endpoint.COMPLETIONS: "prompt", Endpoint.EMBEDDINGS: "input"}
 _ADAPTER = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 
 
@@ -103,6 +104,10 @@ def parse_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> BodyFields:
     Raises:
         ApiError: 400 with ``param``, for a field of the wrong type or range.
     """
+    model = body.get("model")
+    if endpoint is Endpoint.EMBEDDINGS:
+        priority = _integer(body, "priority", 0, -(2**31), 2**31 - 1) or 0
+        return BodyFields(model=model if isinstance(model, str) else "", max_tokens=0, priority=priority)
     chat = endpoint is Endpoint.CHAT
     max_tokens = _integer(body, "max_completion_tokens", None, 1) if chat else None
     if max_tokens is None:
@@ -122,7 +127,6 @@ def parse_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> BodyFields:
     logprobs = body.get("logprobs") not in (None, False) or body.get("prompt_logprobs") is not None
     prompts = body.get("prompt")
     many = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)
-    model = body.get("model")
     adapter = body.get("adapter")
     if adapter is not None and (not isinstance(adapter, str) or _ADAPTER.fullmatch(adapter) is None):
         raise ApiError(400, "adapter must be a name of up to 128 letters, digits, '.', '_', '/' or '-'", param="adapter")
@@ -225,7 +229,7 @@ def build_profile(
             400,
             f"This model's maximum context length is {record.max_context_len} tokens, and the prompt has {longest} tokens. "
             "Please shorten the prompt.",
-            param="messages" if endpoint is Endpoint.CHAT else "prompt",
+            param=_PROMPT_FIELD[endpoint],
             code="context_length_exceeded",
         )
     if fields.max_tokens is not None:
@@ -236,6 +240,8 @@ def build_profile(
     expected = min(max_tokens, record.max_output_tokens_default if learned is None else learned)
     input_tokens = sum(len(prompt) for prompt in prompts)
     pages = sum(_pages(len(prompt), expected, fields.n, record.block_size) for prompt in prompts)
+    if endpoint is Endpoint.EMBEDDINGS:
+        pages = pages_for(longest, record.block_size)  # one input after another, and nothing is kept of those before
     head, blocks = b"", 0
     if len(prompts) == 1:
         head, blocks = chain_head(prompts[0], record.block_size, tenant_salt(context.tenant))

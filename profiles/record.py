@@ -12,7 +12,7 @@ from profiles.service import ModelService
 from profiles.sizes import parse_size
 from subjects.errors import ConfigError, EngineError
 from subjects.ids import ModelHash
-from subjects.messages import EngineType, ModelRecord
+from subjects.messages import EngineType, ModelRecord, Task
 
 Progress = Callable[[str], None]
 
@@ -145,7 +145,7 @@ def _server_record(service: ModelService, base_dir: Path) -> ModelRecord:
     options = dict(engine.options)
     if spec.model:
         options.setdefault("model", spec.model)
-    parameters = {"url": url, "model": options.get("model", service.metadata.name)}
+    parameters = {"url": url, "model": options.get("model", service.metadata.name), **_task(service)}
     model_hash = hashing.parameters_hash("openai_http", parameters)
     return _record(
         service,
@@ -184,6 +184,7 @@ def _simulated_record(service: ModelService, base_dir: Path) -> ModelRecord:
         "block": engine.block_size,
         "dtype": engine.dtype,
         "options": options,
+        **_task(service),
     }
     model_hash = hashing.parameters_hash("simulated", parameters)
     return _record(
@@ -266,7 +267,13 @@ def _record(
         latency_sensitivity=spec.resources.latency_sensitivity,
         gpus=spec.resources.gpus,
         costs={kind: costs.as_message() for kind, costs in sorted(spec.resources.costs.items())},
+        task=spec.task,
     )
+
+
+def _task(service: ModelService) -> dict[str, str]:
+    """What a model hash has of it: nothing for models that generate, whose hashes are older than the field."""
+    return {} if service.spec.task is Task.GENERATE else {"task": service.spec.task.value}
 
 
 def _tokenizer_directory(service: ModelService, base_dir: Path) -> Path | None:

@@ -18,7 +18,7 @@ import yaml
 
 from profiles.sizes import parse_size
 from subjects.errors import ConfigError
-from subjects.messages import EngineType, Mode, Sla, SlaClass, StepCosts
+from subjects.messages import EngineType, Mode, Sla, SlaClass, StepCosts, Task
 
 API_VERSION = "llm.serving/v1"
 KIND = "ModelService"
@@ -134,12 +134,13 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """``source`` is a directory (relative to this file), ``builtin:<model>``, or the base URL of a server.
 
     ``model`` is the model's own id, for ``openai_http`` the name that the server knows it by; absent: ``metadata.name``.
-    ``tokenizer`` is a directory with tokenizer files, for openai_http and simulated.
+    ``tokenizer`` is a directory with tokenizer files, for openai_http and simulated. ``task`` is ``generate`` or ``embed``.
     """
 
     model: Text | None = None
     source: Text | None = None
     tokenizer: Text | None = None
+    task: Task = Task.GENERATE
     version: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = "1"
     sla: SlaSpec = SlaSpec()
     resources: Resources = Resources()
@@ -368,6 +369,8 @@ def _checked(service: ModelService, at: str) -> ModelService:
                 "spec.engine.max_context_len", "is needed for openai_http; write the longest context the server takes"
             )
     elif engine.type is EngineType.VLLM:
+        if spec.task is not Task.GENERATE:
+            raise wrong("spec.task", "embed is not offered by engine vllm here; run 'vllm serve' and use openai_http")
         if spec.source is None:
             raise wrong("spec.source", "is missing; name the model's directory or builtin:smollm2-135m-instruct")
         if spec.tokenizer is not None:
@@ -382,6 +385,7 @@ _ALLOWED: dict[str, str] = {
     "strategy.class": ", ".join(item.value for item in SlaClass),
     "strategy.mode": ", ".join(item.value for item in Mode),
     "engine.type": ", ".join(item.value for item in EngineType),
+    "task": ", ".join(item.value for item in Task),
     "engine.dtype": ", ".join(get_args(LoadDtype)),
     "supported_dtypes": ", ".join(get_args(Dtype)),
 }

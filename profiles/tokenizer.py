@@ -33,8 +33,9 @@ ESTIMATE_BYTES_PER_TOKEN = 4
 ESTIMATE_MESSAGE_TOKENS = 4
 """What a chat template adds around one message, in such an estimate."""
 PROMPTS_MAX = 2048
-"""Prompts in one completions body."""
+"""Prompts in one completions body, inputs in one for embeddings."""
 _TEMPLATE_BYTES_MAX = 1 << 20
+_FIELDS = {Endpoint.COMPLETIONS: "prompt", Endpoint.EMBEDDINGS: "input"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
 
@@ -45,7 +46,7 @@ class PromptTokenizer(Protocol):
     """False where the model brings no tokenizer and counts are estimates from UTF-8 bytes."""
 
     def prompts(self, endpoint: Endpoint, body: Mapping[str, Any]) -> list[list[int]]:
-        """Token ids of each prompt of a parsed request body: one for chat, one or more for completions.
+        """Token ids of each prompt of a parsed request body: one for chat, one or more for completions and embeddings.
 
         A prompt of 100,000 tokens takes a few hundred milliseconds: use a thread for long ones; other threads run meanwhile.
 
@@ -91,7 +92,7 @@ class ModelTokenizer:
             # The template writes the special tokens itself, unless the client asks for the tokenizer's too.
             return self._encode([self.render_chat(body)], bool(body.get("add_special_tokens", False)))
         special = bool(body.get("add_special_tokens", True))
-        return _completion_prompts(body, lambda texts: self._encode(texts, special))
+        return _given_prompts(body, _FIELDS[endpoint], lambda texts: self._encode(texts, special))
 
     def render_chat(self, body: Mapping[str, Any]) -> str:
         """The prompt text of a chat body.
@@ -165,8 +166,8 @@ class EstimatedTokenizer:
 
     def prompts(self, endpoint: Endpoint, body: Mapping[str, Any]) -> list[list[int]]:
         """See :class:`PromptTokenizer`."""
-        if endpoint is Endpoint.COMPLETIONS:
-            return _completion_prompts(body, lambda texts: [_pseudo_ids(text) for text in texts])
+        if endpoint is not Endpoint.CHAT:
+            return _given_prompts(body, _FIELDS[endpoint], lambda texts: [_pseudo_ids(text) for text in texts])
         ids: list[int] = []
         for index, message in enumerate(_messages(body)):
             ids += [0] * ESTIMATE_MESSAGE_TOKENS
@@ -440,19 +441,21 @@ def _tool_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
-def _completion_prompts(body: Mapping[str, Any], encode: Callable[[Sequence[str]], list[list[int]]]) -> list[list[int]]:
-    prompt = body.get("prompt")
+def _given_prompts(
+    body: Mapping[str, Any], field: str, encode: Callable[[Sequence[str]], list[list[int]]]
+) -> list[list[int]]:
+    prompt = body.get(field)
     if isinstance(prompt, str):
         return encode([prompt])
     if not isinstance(prompt, list) or not prompt:
-        raise _bad("prompt must be a string, a list of strings, or a list of token ids", "prompt")
+        raise _bad(f"{field} must be a string, a list of strings, or a list of token ids", field)
     if all(isinstance(item, str) for item in prompt) and len(prompt) <= PROMPTS_MAX:
         return encode(prompt)
     if _are_ids(prompt):
         return [prompt]
     if all(isinstance(item, list) and item and _are_ids(item) for item in prompt) and len(prompt) <= PROMPTS_MAX:
         return prompt
-    raise _bad(f"prompt must be a string, up to {PROMPTS_MAX} strings, token ids, or lists of token ids", "prompt")
+    raise _bad(f"{field} must be a string, up to {PROMPTS_MAX} strings, token ids, or lists of token ids", field)
 
 
 def _are_ids(items: Sequence[Any]) -> bool:

@@ -61,6 +61,22 @@ class Endpoint(Enum):
 
     CHAT = "chat"
     COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+
+
+class Task(Enum):
+    """What a model is for: it makes text, or one vector for each input."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+
+
+TASK_OF: dict[Endpoint, Task] = {
+    Endpoint.CHAT: Task.GENERATE,
+    Endpoint.COMPLETIONS: Task.GENERATE,
+    Endpoint.EMBEDDINGS: Task.EMBED,
+}
+"""Which models an endpoint is for."""
 
 
 class EngineType(Enum):
@@ -248,7 +264,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     ``first_token_index`` numbers the choice's units from 0: tokens where the engine gives ids (then
     ``units == len(token_ids)``), else chunks (``units == 1``). A delta that only closes has ``units == 0``. Each choice ends
     with a ``finish_reason``; the last delta of the request also has ``end=True`` and carries ``usage`` or ``failure``.
-    ``detail`` is JSON of an OpenAI choice delta for what text cannot carry (tool calls, reasoning, logprobs).
+    ``detail`` is JSON of an OpenAI choice delta for what text cannot carry (tool calls, reasoning, logprobs). For embeddings
+    it is ``{"data": [{"index": .., "embedding": ..}, ..]}`` of some of the inputs, in the ``encoding_format`` asked for.
     """
 
     request: RequestId
@@ -403,6 +420,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Linked devices that one replica spans (tensor parallel)."""
     costs: dict[str, StepCosts] = {}
     """By kind of device (``DeviceReport.device_type``), as measured or fitted; empty while nobody measured."""
+    task: Task = Task.GENERATE
 
 
 # ------------------------------------------------------------------------------------------------------------ telemetry

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
+import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest_asyncio
 import workers.engines.openai_http as openai_http
 from ops.servers import free_port
 from subjects.errors import EngineError
-from subjects.messages import Endpoint, EngineType, Failure, FailureKind, Usage
+from subjects.messages import Endpoint, EngineType, Failure, FailureKind, Task, Usage
 from tests.e2e.engines import CONTEXT_LEN, Driver, VllmServer, replica_spec
 from tests.waiting import until
 from workers.engines.openai_http import OpenAiHttpEngine
@@ -372,3 +374,102 @@ async def test_the_key_goes_along(server: ScriptedServer, monkeypatch: pytest.Mo
     await driver.ask(ask("x"))
     await driver.close()
     assert b"authorization: bearer secret" in server.headers[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- embeddings
+
+
+VECTORS = [[0.25, -1.5], [3.0, 1e-3], [0.1, 2.0]]
+
+
+def embedded(*indexes: int, base64_form: bool = False, **fields: Any) -> bytes:
+    """A server's answer with the vectors of these inputs, in this order."""
+    data = []
+    for index in indexes:
+        vector: Any = VECTORS[index]
+        if base64_form:
+            vector = base64.b64encode(struct.pack("<2f", *vector)).decode()
+        data.append({"object": "embedding", "index": index, "embedding": vector})
+    usage = {"prompt_tokens": 9, "total_tokens": 9}
+    return _json_reply({"object": "list", "data": data, "model": "theirs", "usage": usage} | fields)
+
+
+@pytest.mark.parametrize("base64_form", [False, True])
+@pytest.mark.parametrize("encoding", [None, "float", "base64"])
+async def test_embeddings_come_in_the_format_asked_for(
+    scripted: Driver, server: ScriptedServer, base64_form: bool, encoding: str | None
+) -> None:
+    """Whatever the server knows of formats, and in the order of the inputs; the body is the client's but for the model."""
+    server.script = [embedded(2, 0, 1, base64_form=base64_form)]
+    body: dict[str, Any] = {"input": ["a", "b", "c"], "model": "ours", "dimensions": 2, "extra": [1]}
+    body |= {"encoding_format": encoding} if encoding else {}
+    answer = await scripted.ask(body, Endpoint.EMBEDDINGS, max_tokens=50, cache_salt="salt")
+    answer.check()
+    assert server.bodies == [body | {"model": "theirs"}]
+    assert server.headers[0].startswith(b"post /v1/embeddings ")
+    assert answer.usage == Usage(prompt_tokens=9, completion_tokens=0) and answer.finish_reason() == "stop"
+    (detail,) = answer.details()
+    for one, expected in zip(detail["data"], VECTORS, strict=True):
+        vector = one["embedding"]
+        if encoding == "base64":
+            vector = struct.unpack("<2f", base64.b64decode(vector))
+        assert list(vector) == pytest.approx(expected)
+        if not base64_form and encoding != "base64":
+            assert vector == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "status"),
+    [
+        (_json_reply({"error": {"message": "not supported", "code": 400}}, "400 Bad Request"), "bad-request", 400),
+        (_json_reply({"error": "slow down"}, "429 Too Many Requests"), "busy", 429),
+        (embedded(0), "sick", 502),
+        (embedded(0, 1, 2), "sick", 502),
+        (embedded(0, 0), "sick", 502),
+        (embedded(0, 1, data=[{"index": 0, "embedding": None}, {"index": 1, "embedding": {}}]), "sick", 502),
+        (embedded(0, 1, data=7), "sick", 502),
+        (embedded(0, 1, usage={"prompt_tokens": "many"}), "sick", 502),
+        (STREAM + event(content("x")), "sick", 502),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "sick", 502),
+    ],
+)
+async def test_what_is_no_embeddings_answer_fails_the_request_alone(
+    scripted: Driver, server: ScriptedServer, reply: bytes, kind: str, status: int
+) -> None:
+    """A refusal keeps its kind; a vector too few, too many or none at all is the server's fault, and the engine lives."""
+    server.script = [reply]
+    body = {"input": ["a", "b"], "model": "m"}
+    failure = (await scripted.ask(body, Endpoint.EMBEDDINGS)).failure
+    assert failure is not None and (failure.kind.value, failure.status) == (kind, status)
+    server.script = [embedded(1, 0)]
+    assert (await scripted.ask(body, Endpoint.EMBEDDINGS)).usage.prompt_tokens == 9
+
+
+async def test_an_embedding_is_aborted_by_closing(scripted: Driver, server: ScriptedServer) -> None:
+    """As a stream is (A4)."""
+    server.script = [30.0]
+    request = scripted.send({"input": "a", "model": "m"}, Endpoint.EMBEDDINGS)
+    await until(lambda: bool(server.bodies))
+    scripted.engine.abort(request, 1)
+    await until(lambda: server.closed_by_client == 1)
+    assert not scripted.answers[request].deltas and scripted.engine.load().running == 0
+
+
+@pytest.mark.parametrize(
+    ("reply", "word"),
+    [(embedded(0), ""), (embedded(0, data=[]), "IndexError"), (_json_reply({}, "404 Not Found"), "status 404")],
+)
+async def test_an_embedding_model_warms_with_an_embedding(server: ScriptedServer, reply: bytes, word: str) -> None:
+    """A server that makes no vectors is not ready, whatever else it answers."""
+    server.script = [reply]
+    engine = OpenAiHttpEngine(replica_spec(server.url, engine_type=EngineType.OPENAI_HTTP, task=Task.EMBED))
+    await engine.start()
+    try:
+        if word:
+            with pytest.raises(EngineError, match=word):
+                await engine.warm(4)
+        else:
+            await engine.warm(4)
+        assert [sorted(body) for body in server.bodies] == [["encoding_format", "input", "model"]]
+    finally:
+        await engine.stop()

@@ -231,6 +231,7 @@ BAD_BODIES: list[tuple[Endpoint, Any]] = [
     (Endpoint.COMPLETIONS, {"prompt": [1_000_000]}),
     (Endpoint.COMPLETIONS, {"prompt": "x", "suffix": "y"}),
     (Endpoint.COMPLETIONS, {"max_tokens": 4}),
+    (Endpoint.EMBEDDINGS, {"input": "x"}),
 ]
 
 

@@ -28,7 +28,7 @@ async def test_every_route_but_health_needs_a_key(shared_nats_server: NatsServer
         model = record()
         await pool.register(model)
         paths = ["/v1/models", f"/v1/models/{model.name}", "/metrics", "/pool", "/v1/chat/completions", "/v1/completions"]
-        paths += ["/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/openapi.json"]
+        paths += ["/v1/embeddings", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/openapi.json"]
         paths += [
             "/",
             "/nowhere",

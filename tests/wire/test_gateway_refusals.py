@@ -161,7 +161,7 @@ async def test_bad_bytes(pool: Pool, body: bytes, status: int, code: str) -> Non
         ("GET", CHAT, {}, 405, "method_not_allowed"),
         ("DELETE", COMPLETIONS, {}, 405, "method_not_allowed"),
         ("POST", "/v1/models", JSON, 405, "method_not_allowed"),
-        ("POST", "/v1/embeddings", JSON, 404, "unknown_url"),
+        ("POST", "/v1/images/generations", JSON, 404, "unknown_url"),
         ("POST", CHAT + "/", JSON, 404, "unknown_url"),
         ("POST", "/" + CHAT, JSON, 404, "unknown_url"),
         ("GET", "/", {}, 404, "unknown_url"),

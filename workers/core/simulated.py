@@ -14,16 +14,18 @@ answer is one comparison away.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, hypot
 from typing import Literal, assert_never
 
 import msgspec
 
 from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
+from workers.core.embeddings import EncodingFormat, embedding_deltas, write_vector
 
 CHOICES_MAX = 128
 MESSAGE_OVERHEAD_TOKENS = 4
@@ -33,6 +35,8 @@ BYTES_PER_TOKEN = 4
 TOKEN_BITS = 31
 STEP_SMOOTHING = 0.1
 """Weight of the newest step in the running mean of step times."""
+EMBEDDING_DIMENSIONS = 256
+"""Numbers of a simulated vector, unless the body asks for fewer."""
 DEFAULT_OUTPUT_TOKENS = 16
 """What a body that names no ``max_tokens`` asks for, as in OpenAI's completions."""
 
@@ -56,6 +60,18 @@ def expected_text(request: RequestId, index: int, choice: int = 0) -> str:
 def expected_answer(request: RequestId, tokens: int, choice: int = 0) -> str:
     """The text of the first ``tokens`` tokens of the answer to ``request``."""
     return "".join(expected_text(request, index, choice) for index in range(tokens))
+
+
+def expected_embedding(text: str | Sequence[int], dimensions: int = EMBEDDING_DIMENSIONS) -> list[float]:
+    """The vector of one input, a text or its token ids: of length 1, the same for the same input, and for fewer dimensions
+    the first ones of it, made to length 1 again."""
+    seed = text if isinstance(text, str) else repr(tuple(text))
+    numbers: list[int] = []
+    while len(numbers) < dimensions:
+        digest = hashlib.blake2b(f"{len(numbers)}/{seed}".encode(errors="surrogatepass"), digest_size=64).digest()
+        numbers += struct.unpack("<32h", digest)
+    length = hypot(*numbers[:dimensions])
+    return [number / length for number in numbers[:dimensions]]
 
 
 # ------------------------------------------------------------------------------------------------------------- profile
@@ -183,7 +199,8 @@ class SimulatedRequest:
     """A request as the simulated engine understands it.
 
     ``tokens`` is the length of the whole answer, ``sent_tokens`` of which the client already has. ``first_token_s`` and
-    ``token_s`` are lower bounds on the times before the first and each further token.
+    ``token_s`` are lower bounds on the times before the first and each further token. One with ``vectors`` asks for
+    embeddings: these are its answer, all at once after the prefill, and only the longest input takes pages.
     """
 
     request: RequestId
@@ -197,6 +214,8 @@ class SimulatedRequest:
     token_s: float = 0.0
     fail: FailureKind | None = None
     fail_after_tokens: int = 0
+    vectors: tuple[bytes, ...] = ()
+    longest_input_tokens: int = 0
 
 
 class _Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,6 +239,9 @@ class _Message(msgspec.Struct, frozen=True):
 class _Body(msgspec.Struct, frozen=True):
     messages: list[_Message] | None = None
     prompt: str | list[str | int | list[int]] | None = None
+    input: str | list[str | int | list[int]] | None = None
+    dimensions: int | None = None
+    encoding_format: EncodingFormat | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     n: int | None = None
@@ -249,6 +271,8 @@ def parse_request(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _bad_request("the body is not a JSON object of the expected shape")
     script = parsed.carpool_sim or _Script()
+    if endpoint is Endpoint.EMBEDDINGS:
+        return _parse_embeddings(request, attempt, parsed, script)
     counted = _count_prompt(endpoint, parsed)
     if counted is None:
         return _bad_request("the body holds no messages" if endpoint is Endpoint.CHAT else "the body holds no prompt")
@@ -276,6 +300,34 @@ def parse_request(
     )
 
 
+def _parse_embeddings(request: RequestId, attempt: int, body: _Body, script: _Script) -> SimulatedRequest | Failure:
+    dimensions = EMBEDDING_DIMENSIONS if body.dimensions is None else body.dimensions
+    if not 1 <= dimensions <= EMBEDDING_DIMENSIONS:
+        return _bad_request(f"dimensions must be from 1 to {EMBEDDING_DIMENSIONS} for this model")
+    given = body.input or []
+    inputs: list[str | list[int]] = [given] if isinstance(given, str) else []
+    ids: list[int] = []
+    for item in given if isinstance(given, list) else ():
+        ids.append(item) if isinstance(item, int) else inputs.append(item)
+    if ids:
+        inputs.append(ids)
+    if not inputs:
+        return _bad_request("the body holds no input")
+    counts = [max(1, _item_tokens(item)) for item in inputs]
+    encoding = body.encoding_format or "float"
+    return SimulatedRequest(
+        request=request,
+        attempt=attempt,
+        input_tokens=sum(counts),
+        tokens=1,
+        max_tokens=1,
+        first_token_s=max(0.0, script.first_token_s),
+        fail=script.fail,
+        vectors=tuple(write_vector(expected_embedding(item, dimensions), encoding) for item in inputs),
+        longest_input_tokens=max(counts),
+    )
+
+
 def _bad_request(message: str) -> Failure:
     return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400)
 
@@ -299,6 +351,8 @@ def _count_prompt(endpoint: Endpoint, body: _Body) -> tuple[int, int] | None:
             if all(isinstance(item, int) for item in body.prompt):
                 return len(body.prompt), 1
             return max(1, sum(_item_tokens(item) for item in body.prompt)), len(body.prompt)
+        case Endpoint.EMBEDDINGS:
+            return None
         case _:
             assert_never(endpoint)
 
@@ -491,7 +545,7 @@ class SimulatedCore:
         key = (asked.request, asked.attempt)
         if key in self._sequences:
             return []
-        longest = asked.input_tokens + asked.tokens
+        longest = asked.longest_input_tokens if asked.vectors else asked.input_tokens + asked.tokens
         if longest > self.profile.max_context_len or self._pages(self._most_tokens(asked)) > self.kv_pages:
             message = (
                 f"{asked.input_tokens} input tokens and {asked.tokens} output tokens do not fit "
@@ -624,6 +678,11 @@ class SimulatedCore:
         if failure is not None:
             self._forget(sequence)
             return [self._failed(asked, sequence.next_index, failure)]
+        if asked.vectors:
+            self._forget(sequence)
+            self.tokens_made += 1
+            usage = Usage(prompt_tokens=asked.input_tokens, completion_tokens=0)
+            return embedding_deltas(asked.request, asked.attempt, asked.vectors, usage)
         first = sequence.next_index
         units = min(self.profile.tokens_per_step, asked.tokens - first)
         sequence.next_index += units
@@ -694,11 +753,13 @@ class SimulatedCore:
     # ---- pages
 
     def _most_tokens(self, asked: SimulatedRequest) -> int:
+        if asked.vectors:
+            return asked.longest_input_tokens
         return asked.input_tokens + asked.choices * asked.tokens
 
     def _tokens_wanted(self, sequence: _Sequence) -> int:
         most = self._most_tokens(sequence.asked)
-        if not self.profile.preempts:
+        if not self.profile.preempts or sequence.asked.vectors:
             return most
         return min(most, sequence.context + sequence.asked.choices * self.profile.tokens_per_step)
 

@@ -23,8 +23,9 @@ import msgspec
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
+from subjects.messages import Delta, Endpoint, Failure, FailureKind, Task, Usage
 from subjects.tasks import end_tasks
+from workers.core.embeddings import EncodingFormat, embedding_deltas, rewritten
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
 from workers.engines.outbox import Key, Outbox
 from workers.spec import ReplicaSpec
@@ -43,7 +44,14 @@ LINE_BYTES_MAX = 8 * 1024 * 1024
 ERROR_BYTES_MAX = 64 * 1024
 MESSAGE_CHARS_MAX = 2000
 
-_PATHS = {Endpoint.CHAT: "/chat/completions", Endpoint.COMPLETIONS: "/completions"}
+EMBEDDINGS_BYTES_MAX = 128 * 1024 * 1024
+"""Of one answer of a server with embeddings."""
+
+_PATHS = {
+    Endpoint.CHAT: "/chat/completions",
+    Endpoint.COMPLETIONS: "/completions",
+    Endpoint.EMBEDDINGS: "/embeddings",
+}
 _BUSY = (429, 503)
 # The key and the model's name in the request are ours: the client can do nothing about these.
 _NOT_THE_CLIENTS = (401, 403, 404, 407, 408)
@@ -98,7 +106,10 @@ class OpenAiHttpEngine(FixedEngine):
         )
 
     async def warm(self, tokens: int) -> None:
-        """One short completion; chat where the server has no completions."""
+        """One short completion, chat where the server has no completions; or one embedding."""
+        if self._record.task is Task.EMBED:
+            await self._warm_embedding()
+            return
         bodies: list[tuple[Endpoint, dict[str, Any]]] = [
             (Endpoint.COMPLETIONS, {"prompt": "Hello"}),
             (Endpoint.CHAT, {"messages": [{"role": "user", "content": "Hello"}]}),
@@ -113,6 +124,20 @@ class OpenAiHttpEngine(FixedEngine):
                 reason = f"status {reply.status_code}"
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 reason = type(error).__name__
+        raise EngineError(f"{self._record.name}: {self._base} did not answer the warm-up ({reason})")
+
+    async def _warm_embedding(self) -> None:
+        body = {"model": self._model, "input": "Hello", "encoding_format": "float"}
+        try:
+            reply = await self._client.post(self._url(Endpoint.EMBEDDINGS), json=body)
+            reason = f"status {reply.status_code}"
+            if reply.status_code == 200:
+                vector = reply.json()["data"][0]["embedding"]
+                if vector and all(math.isfinite(number) for number in vector):
+                    return
+                reason = "no vector of finite numbers"
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            reason = type(error).__name__
         raise EngineError(f"{self._record.name}: {self._base} did not answer the warm-up ({reason})")
 
     def add(self, request: EngineRequest) -> None:
@@ -220,20 +245,25 @@ class OpenAiHttpEngine(FixedEngine):
                 if reply.status_code != 200:
                     answer.fail(await _failure_of(reply))
                     return
-                await self._read(reply, answer)
+                if request.endpoint is Endpoint.EMBEDDINGS:
+                    answer.give_embeddings(*await _embeddings_of(reply, request.body))
+                else:
+                    await self._read(reply, answer)
         except httpx.TimeoutException:
             answer.fail(_sick("the server did not answer in time", 504))
         except httpx.HTTPError:
             answer.fail(_sick("the connection to the server failed", 502))
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
-            answer.fail(_sick("the server sent something that is not an OpenAI stream", 502))
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, msgspec.MsgspecError):
+            answer.fail(_sick("the server sent something that is not an answer in OpenAI's form", 502))
 
     def _body(self, request: EngineRequest) -> bytes:
         body = json.loads(request.body)
         if not isinstance(body, dict):
             raise TypeError
-        options = body.get("stream_options")
         body["model"] = self._model
+        if request.endpoint is Endpoint.EMBEDDINGS:
+            return json.dumps(body, ensure_ascii=False).encode()
+        options = body.get("stream_options")
         body["stream"] = True
         body["stream_options"] = {**options, "include_usage": True} if isinstance(options, dict) else {"include_usage": True}
         if request.max_tokens > 0:
@@ -290,6 +320,11 @@ class _Answer:
             (self._finishing if delta.finish_reason else deltas).append(delta)
         if deltas:
             self._outbox.put(deltas)
+
+    def give_embeddings(self, vectors: Sequence[bytes], usage: Usage | None) -> None:
+        """The whole answer at once."""
+        self._ended = True
+        self._outbox.put(embedding_deltas(self._request.request, self._request.attempt, vectors, usage))
 
     def finish(self) -> None:
         """The stream is over; a choice that was begun and not finished was cut off."""
@@ -354,6 +389,43 @@ class _Answer:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
+
+
+class _Embedding(msgspec.Struct, frozen=True):
+    index: int
+    embedding: msgspec.Raw
+
+
+class _EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+
+
+class _Embeddings(msgspec.Struct, frozen=True):
+    data: list[_Embedding]
+    usage: _EmbeddingUsage | None = None
+
+
+class _EmbeddingsAsked(msgspec.Struct, frozen=True):
+    input: str | list[Any]
+    encoding_format: EncodingFormat | None = None
+
+
+async def _embeddings_of(reply: httpx.Response, body: bytes) -> tuple[list[bytes], Usage | None]:
+    """The vectors in the order of the inputs, in the format that ``body`` asks for whatever the server knows of formats."""
+    content = bytearray()
+    async for piece in reply.aiter_bytes():
+        content += piece
+        if len(content) > EMBEDDINGS_BYTES_MAX:
+            raise ValueError("the answer is too long")
+    asked = msgspec.json.decode(body, type=_EmbeddingsAsked)
+    answer = msgspec.json.decode(content, type=_Embeddings)
+    one = isinstance(asked.input, str) or isinstance(asked.input[0], int)
+    data = sorted(answer.data, key=lambda embedding: embedding.index)
+    if [embedding.index for embedding in data] != list(range(1 if one else len(asked.input))):
+        raise ValueError("the answer does not have one vector for each input")
+    vectors = [rewritten(bytes(embedding.embedding), asked.encoding_format or "float") for embedding in data]
+    counted = answer.usage
+    return vectors, None if counted is None else Usage(prompt_tokens=counted.prompt_tokens, completion_tokens=0)
 
 
 async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:

@@ -174,6 +174,8 @@ class OpenAiLayer:
         Raises:
             Refused: the body or its parameters are not acceptable.
         """
+        if request.endpoint is Endpoint.EMBEDDINGS:
+            raise Refused(_bad("this engine makes no embeddings", "model"))
         try:
             render = self._render_chat if request.endpoint is Endpoint.CHAT else self._render_completion
             return Answer(self, await render(request))
