@@ -61,7 +61,7 @@ def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
     directory = Path(record.source)
     hashing.verify(directory, record.weights_hash, trust_cache=trust_cache)
     try:
-        found = _files_hash(directory, record.weights_hash, record.dtype, record.engine_options)
+        found = _files_hash(directory, record.weights_hash, record.dtype, record.engine_options, record.task)
     except ConfigError as error:
         raise EngineError(str(error)) from None
     if found != record.model_hash:
@@ -113,7 +113,7 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     weights_bytes = weights.loaded_bytes(dtype)
     return _record(
         service,
-        model_hash=_files_hash(directory, weights_hash, dtype, engine.options),
+        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, spec.task),
         weights_hash=weights_hash,
         kv_signature=capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size),
         source=str(directory),
@@ -129,10 +129,10 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
 
 
 def _files_hash(
-    directory: Path, weights_hash: str, dtype: str, options: Mapping[str, str | int | float | bool]
+    directory: Path, weights_hash: str, dtype: str, options: Mapping[str, str | int | float | bool], task: Task
 ) -> ModelHash:
     tokenizer_hash = hashing.tokenizer_hash(directory, str(options.get("chat_template", "")))
-    variant = {"dtype": dtype, "options": options}
+    variant = {"dtype": dtype, "options": options, **_task(task)}
     return hashing.directory_model_hash(directory, weights_hash, tokenizer_hash, variant)
 
 
@@ -145,7 +145,7 @@ def _server_record(service: ModelService, base_dir: Path) -> ModelRecord:
     options = dict(engine.options)
     if spec.model:
         options.setdefault("model", spec.model)
-    parameters = {"url": url, "model": options.get("model", service.metadata.name), **_task(service)}
+    parameters = {"url": url, "model": options.get("model", service.metadata.name), **_task(spec.task)}
     model_hash = hashing.parameters_hash("openai_http", parameters)
     return _record(
         service,
@@ -184,7 +184,7 @@ def _simulated_record(service: ModelService, base_dir: Path) -> ModelRecord:
         "block": engine.block_size,
         "dtype": engine.dtype,
         "options": options,
-        **_task(service),
+        **_task(spec.task),
     }
     model_hash = hashing.parameters_hash("simulated", parameters)
     return _record(
@@ -271,9 +271,9 @@ def _record(
     )
 
 
-def _task(service: ModelService) -> dict[str, str]:
+def _task(task: Task) -> dict[str, str]:
     """What a model hash has of it: nothing for models that generate, whose hashes are older than the field."""
-    return {} if service.spec.task is Task.GENERATE else {"task": service.spec.task.value}
+    return {} if task is Task.GENERATE else {"task": task.value}
 
 
 def _tokenizer_directory(service: ModelService, base_dir: Path) -> Path | None:

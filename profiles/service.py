@@ -369,8 +369,6 @@ def _checked(service: ModelService, at: str) -> ModelService:
                 "spec.engine.max_context_len", "is needed for openai_http; write the longest context the server takes"
             )
     elif engine.type is EngineType.VLLM:
-        if spec.task is not Task.GENERATE:
-            raise wrong("spec.task", "embed is not offered by engine vllm here; run 'vllm serve' and use openai_http")
         if spec.source is None:
             raise wrong("spec.source", "is missing; name the model's directory or builtin:smollm2-135m-instruct")
         if spec.tokenizer is not None:

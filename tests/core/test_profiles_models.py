@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from profiles import capacity, hashing
@@ -520,6 +521,17 @@ def test_a_record_says_what_the_model_is_for(tmp_path: Path, engine: str) -> Non
     assert (plain.task, embeds.task) == (Task.GENERATE, Task.EMBED)
     assert record_of(spec | {"task": "generate"}, tmp_path) == plain
     assert embeds.model_hash != plain.model_hash
+
+
+def test_an_embedding_model_of_files_is_verified_as_one(tmp_path: Path) -> None:
+    """The same files are another model for another task, and a load checks exactly that one (PRO-3)."""
+    make_tiny("a", tmp_path / "m", seed=1)
+    plain, embeds = record_of({"source": "m"}, tmp_path), record_of({"source": "m", "task": "embed"}, tmp_path)
+    assert (embeds.task, embeds.weights_hash) == (Task.EMBED, plain.weights_hash) and embeds.model_hash != plain.model_hash
+    verify_record(embeds)
+    verify_record(plain)
+    with pytest.raises(EngineError, match="changed since"):
+        verify_record(msgspec.structs.replace(embeds, task=Task.GENERATE))
 
 
 def test_record_of_a_simulated_model(tmp_path: Path) -> None:

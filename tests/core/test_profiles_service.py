@@ -115,7 +115,6 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("no URL for a server", _spec("engine: {type: openai_http}"), ("spec.source", "base URL")),
     ("server without context", HEAD + "spec: {source: 'http://h/v1', engine: {type: openai_http}}\n", ("max_context_len",)),
     ("password in a URL", HEAD + "spec: {source: 'http://u:p@h/v1', engine: {type: openai_http}}\n", ("user or password",)),
-    ("embeddings of vllm", _spec("task: embed"), ("spec.task", "openai_http")),
     ("unknown task", _spec("task: rank"), ("spec.task", "generate, embed")),
     ("tokenizer for vllm", _spec("tokenizer: t"), ("spec.tokenizer", "remove the field")),
     ("duplicate key", HEAD + "kind: ModelService\n", ("line 4, column 1: duplicate key 'kind'", "remove one")),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from subjects.messages import EngineType
+from subjects.errors import EngineError
+from subjects.messages import EngineType, Task
 from workers.engines.base import Engine
 from workers.spec import ReplicaSpec
 
@@ -28,6 +29,8 @@ def make_engine(spec: ReplicaSpec) -> Engine:
                 from workers.engines.vllm_cpu import VllmEngine
 
                 return VllmEngine(spec)
+            if spec.record.task is Task.EMBED:
+                raise EngineError(f"{spec.record.name}: engine vllm makes embeddings on CPU only; use openai_http")
             from workers.engines.vllm_gpu import VllmGpuEngine
 
             return VllmGpuEngine(spec)

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Delta
+from subjects.messages import Delta, Task
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
 
 if TYPE_CHECKING:
+    from workers.engines.vllm_embed import EmbeddingAnswer, EmbeddingLayer
     from workers.engines.vllm_openai import Answer, OpenAiLayer
 
 STEP_SMOOTHING = 0.1
@@ -41,6 +42,7 @@ class VllmEngine(FixedEngine):
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
         self._record = spec.record
+        self._embeds = spec.record.task is Task.EMBED
         self._threads = spec.threads
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox = Outbox()
@@ -52,7 +54,7 @@ class VllmEngine(FixedEngine):
         # Below here: written by the engine's thread only.
         self._engine: Any = None
         self._scheduler: Any = None
-        self._layer: OpenAiLayer | None = None
+        self._layer: OpenAiLayer | EmbeddingLayer | None = None
         self._jobs: dict[str, _Job | _Probe] = {}
         self._kv_pages = 0
         self._busy_s = 0.0
@@ -68,11 +70,14 @@ class VllmEngine(FixedEngine):
         return await built
 
     async def warm(self, tokens: int) -> None:
-        """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities."""
+        """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities.
+
+        An embedding model embeds twice: equal vectors of finite numbers must come.
+        """
         first = await self._probe(max(tokens, 1))
         second = await self._probe(max(tokens, 1))
         if first != second:
-            raise EngineError(f"{self._record.name}: the golden probe gave different tokens twice; the engine is not sane")
+            raise EngineError(f"{self._record.name}: the golden probe gave different answers; the engine is not sane")
 
     def add(self, request: EngineRequest) -> None:
         """Renders the request and gives it to the engine's thread."""
@@ -142,12 +147,12 @@ class VllmEngine(FixedEngine):
             return
         self._inbox.put(lambda: self._add(answer))
 
-    async def _probe(self, tokens: int) -> list[int]:
+    async def _probe(self, tokens: int) -> list[float]:
         if self._error is not None:
             raise self._error
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[list[int]] = loop.create_future()
-        self._inbox.put(lambda: self._add_probe(_Probe(loop=loop, done=done), tokens))
+        done: asyncio.Future[list[float]] = loop.create_future()
+        self._inbox.put(lambda: self._add_probe(_Probe(loop=loop, done=done, embeds=self._embeds), tokens))
         return await done
 
     # -------------------------------------------------------------------------------------------- in the engine's thread
@@ -192,7 +197,16 @@ class VllmEngine(FixedEngine):
         arguments = {"enforce_eager": True, **engine_arguments(self._record), **turn_arguments(self._spec)}
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         scheduler = engine.engine_core.engine_core.scheduler
-        self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
+        if self._embeds:
+            from workers.engines.vllm_embed import EmbeddingLayer
+
+            if "embed" not in engine.get_supported_tasks():
+                raise EngineError(
+                    f"{self._record.name}: vLLM makes no embeddings of this model; write 'spec.task: generate'"
+                )
+            self._layer = EmbeddingLayer(engine.vllm_config, engine.renderer)
+        else:
+            self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
         self._kv_pages = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self._engine, self._scheduler = engine, scheduler
         return EngineInfo(
@@ -201,7 +215,7 @@ class VllmEngine(FixedEngine):
             block_size=self._record.block_size,
             max_context_len=engine.model_config.max_model_len,
             gives_token_ids=True,
-            continues=uses_fast_detokenizer(engine.get_tokenizer()),
+            continues=not self._embeds and uses_fast_detokenizer(engine.get_tokenizer()),
         )
 
     def _turn(self) -> None:
@@ -240,7 +254,7 @@ class VllmEngine(FixedEngine):
                 return
             action()
 
-    def _add(self, answer: Answer) -> None:
+    def _add(self, answer: Answer | EmbeddingAnswer) -> None:
         from workers.engines.vllm_openai import job_name, prime_continuation, refusal
 
         rendered = answer.rendered
@@ -266,7 +280,12 @@ class VllmEngine(FixedEngine):
 
         name = f"probe.{id(probe)}"
         try:
-            self._engine.add_request(name, probe_prompt(self._engine.get_tokenizer()), probe_parameters(tokens))
+            parameters = probe_parameters(tokens)
+            if probe.embeds:
+                from workers.engines import vllm_embed
+
+                parameters = vllm_embed.probe_parameters()
+            self._engine.add_request(name, probe_prompt(self._engine.get_tokenizer()), parameters)
         except Exception as error:
             probe.settle([], EngineError(f"{self._record.name}: the golden probe was refused: {type(error).__name__}"))
             return
@@ -314,7 +333,7 @@ class VllmEngine(FixedEngine):
 class _Job:
     """One prompt of a request inside vLLM."""
 
-    answer: Answer
+    answer: Answer | EmbeddingAnswer
     prompt_index: int
 
     @property
@@ -330,7 +349,8 @@ class _Probe:
     """The warm-up's own request."""
 
     loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[list[int]]
+    done: asyncio.Future[list[float]]
+    embeds: bool
     ended: bool = False
 
     def take(self, output: Any) -> list[Delta]:
@@ -338,14 +358,19 @@ class _Probe:
 
         self.ended = True
         try:
-            self.settle(probed_tokens(output), None)
+            if self.embeds:
+                from workers.engines.vllm_embed import probed_vector
+
+                self.settle(probed_vector(output), None)
+            else:
+                self.settle([float(token) for token in probed_tokens(output)], None)
         except EngineError as error:
             self.settle([], error)
         return []
 
-    def settle(self, token_ids: list[int], error: EngineError | None) -> None:
+    def settle(self, answer: list[float], error: EngineError | None) -> None:
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(_settle, self.done, token_ids, error)
+            self.loop.call_soon_threadsafe(_settle, self.done, answer, error)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None) -> None:

@@ -37,7 +37,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from profiles.costs import chunk_tokens
 from profiles.tokenizer import DEFAULT_CHAT_TEMPLATE
 from subjects.errors import EngineError
-from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Usage
+from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Task, Usage
 from workers.engines.base import EngineRequest
 
 MESSAGE_CHARS_MAX = 2000
@@ -79,6 +79,7 @@ def engine_arguments(record: ModelRecord) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,
+        **({"runner": "pooling"} if record.task is Task.EMBED else {}),
         **options,
     }
 
