@@ -119,9 +119,13 @@ async def _ours(directory: Path, monitor_port: int) -> AsyncIterator[Target]:
     tiny = make_tiny_model("bench", seed=1, directory=directory / "tiny")
     documents = [
         "apiVersion: llm.serving/v1\nkind: ModelService\nmetadata: {name: %s}\nspec:\n  tokenizer: %s\n"  # noqa: UP031
+        "  strategy: {queue_requests_max: 2048}\n"
         "  engine: {type: simulated, max_num_seqs: %d, max_context_len: 2048, kv_cache_bytes: 1GiB, options: {%s}}\n"
         % (name, msgspec.json.encode(str(tiny)).decode(), slots, options)
-        for name, slots, options in (("bench", 256, "mode: instant"), ("bench-idle", 1024, "step_const_s: 10.0"))
+        for name, slots, options in (
+            ("bench", 256, "mode: instant"),
+            ("bench-idle", 1024, "step_const_s: 1.0, prefill_token_s: 0, prefill_token2_s: 0, kv_pages: 65536"),
+        )
     ]
     services = directory / "bench.yaml"
     services.write_text("---\n".join(documents))
@@ -168,7 +172,9 @@ class _Measured:
         self._say("warming up " + ", ".join(system.target.name for system in self._systems))
         for system in self._systems:
             for kind in _KINDS:
-                _checked(system.target, kind, await measure(self._task(system.target, kind, 4, 1.0)))
+                _checked(
+                    system.target, kind, await measure(self._task(system.target, kind, 4, min(1.0, self._plan.seconds)))
+                )
 
     async def round(self, number: int) -> None:
         """Each system's turn at each number of connections, whole and streamed; another one begins in each round."""

@@ -65,5 +65,6 @@ async def _open(target: Target, index: int, dials: asyncio.Semaphore, writers: l
     )
     head = await reader.readuntil(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200"):
-        raise EOFError
+        said = await reader.read(300)
+        raise CarpoolError(f"a stream was refused: {head.splitlines()[0].decode()} {said.decode(errors='replace')}")
     await reader.readuntil(b"data: ")
