@@ -22,7 +22,7 @@ from ops.bench.fake_engine import STREAM_CHUNKS
 from ops.bench.idle import idle_growth_mb
 from ops.bench.load import Result, Task, measure
 from ops.bench.peers import KEYS, PEERS, PeerAbsent, Target, body, fake_engine, started
-from ops.bench.processes import bus_messages, use_by_part
+from ops.bench.processes import NOTHING, bus_messages, use_by_part
 from ops.bench.ratios import Figures, SystemReport, ratios
 from ops.control import control
 from ops.models import make_tiny_model, records_of
@@ -95,11 +95,12 @@ async def bench_against_peers(say: Callable[[str], None], plan: Plan) -> dict[st
                 else:
                     systems.append(_System(target))
             measured = _Measured(systems, monitor_port, plan, say)
+            # First, while no memory that earlier load has left behind can be used again.
+            await measured.idle()
             await measured.warm()
             for number in range(plan.rounds):
                 await measured.round(number)
             await measured.paired()
-            await measured.idle()
     reports = {system.target.name: _report(system, plan) for system in systems}
     reports |= {name: SystemReport(reason=reason) for name, reason in absent.items()}
     return {
@@ -197,7 +198,7 @@ class _Measured:
             messages = await bus_messages(self._monitor_port) - messages
         after = use_by_part(target.pids)
         _checked(target, kind, result)
-        return _Turn(result, {part: after[part].cpu_s - use.cpu_s for part, use in before.items()}, messages)
+        return _Turn(result, {part: use.cpu_s - before.get(part, NOTHING).cpu_s for part, use in after.items()}, messages)
 
     async def paired(self) -> None:
         """What each system adds to the median of an answer when it has little to do, direct and through it by turns."""
@@ -280,4 +281,7 @@ def _per_request(turn: _Turn) -> float:
 
 
 def _by_part(turns: Sequence[_Turn], scale: Callable[[_Turn], float]) -> dict[str, float]:
-    return {part: round(statistics.median(turn.cpu_s[part] * scale(turn) for turn in turns), 3) for part in turns[0].cpu_s}
+    return {
+        part: round(statistics.median(turn.cpu_s.get(part, 0.0) * scale(turn) for turn in turns), 3)
+        for part in turns[-1].cpu_s
+    }

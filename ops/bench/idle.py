@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ops.bench.fake_engine import HOLD
 from ops.bench.peers import Target, body
-from ops.bench.processes import Use, use_by_part
+from ops.bench.processes import NOTHING, Use, use_by_part
 from subjects.errors import CarpoolError
 
 OPEN_S_MAX = 60.0
@@ -50,7 +50,7 @@ async def _grown(target: Target, streams: int) -> dict[str, float]:
 
 
 def _growth(before: Mapping[str, Use], after: Mapping[str, Use]) -> dict[str, float]:
-    return {part: round(after[part].rss_mb - use.rss_mb, 2) for part, use in before.items()}
+    return {part: round(use.rss_mb - before.get(part, NOTHING).rss_mb, 2) for part, use in after.items()}
 
 
 async def _open(target: Target, index: int, dials: asyncio.Semaphore, writers: list[asyncio.StreamWriter]) -> None:

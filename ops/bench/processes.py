@@ -16,28 +16,30 @@ class Use:
     cpu_s: float
 
 
-def use_of(pid: int) -> Use:
-    """Of a process and all its descendants that run now; one that is gone counts nothing."""
-    try:
-        root = psutil.Process(pid)
-        tree = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return Use(0.0, 0.0)
-    rss, cpu_s = 0, 0.0
-    for process in tree:
-        try:
-            with process.oneshot():
-                rss += process.memory_info().rss
-                times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        cpu_s += times.user + times.system
-    return Use(rss / 1e6, cpu_s)
+NOTHING = Use(0.0, 0.0)
+_APART = {"workers.replica": "replica"}
+"""A module of ours that counts as a part of its own wherever it runs."""
 
 
 def use_by_part(pids: Mapping[str, int]) -> dict[str, Use]:
-    """Of each part of a system."""
-    return {part: use_of(pid) for part, pid in pids.items()}
+    """Of each part of a system: its root process and all that descends from it and runs now."""
+    found = dict.fromkeys(pids, NOTHING)
+    for part, pid in pids.items():
+        try:
+            root = psutil.Process(pid)
+            tree = [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            continue
+        for process in tree:
+            try:
+                with process.oneshot():
+                    words, rss, times = process.cmdline(), process.memory_info().rss, process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            own = next((name for module, name in _APART.items() if module in words), part)
+            sofar = found.get(own, NOTHING)
+            found[own] = Use(sofar.rss_mb + rss / 1e6, sofar.cpu_s + times.user + times.system)
+    return found
 
 
 async def bus_messages(monitor_port: int) -> int:

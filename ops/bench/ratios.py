@@ -40,6 +40,7 @@ class SystemReport(msgspec.Struct, frozen=True, kw_only=True):
     rss_mb_by_part: dict[str, float] = {}
     added_p50_ms: float | None = None
     idle_mb_per_1000_streams: float | None = None
+    """Growth of all parts; of ours, the scripted engine's in the replica too, of the peers not the fake engine's."""
     idle_mb_by_part: dict[str, float] = {}
     idle_reason: str = ""
     by_connections: dict[str, Figures] = {}
