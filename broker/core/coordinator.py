@@ -146,7 +146,8 @@ class Coordinator:
         """Models in a rush, and when they last needed their spares."""
         self._told: dict[ReplicaId, float] = {}
         """Routing weights as last told."""
-        self._seen: tuple[tuple[ReplicaId, ReplicaState], ...] = ()
+        self._seen: tuple[tuple[tuple[ReplicaId, ReplicaState], ...], tuple[ModelHash, ...]] = ((), ())
+        """Replicas and models of the last look; ``_capacity`` is of these models."""
         self._helpless: dict[ModelHash, float] = {}
         """Whom the last looks could not help, and what they lacked: others are looked at more often."""
         self._relief_s: dict[ModelHash, float] = {}
@@ -179,7 +180,10 @@ class Coordinator:
     def _decided(
         self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]
     ) -> Decision:
-        seen = tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas])
+        seen = (
+            tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
+            tuple([model.record.model_hash for model, _ in pairs]),
+        )
         due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
         if not due and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
@@ -264,6 +268,7 @@ class Coordinator:
             replicas_min=max(record.min_replicas, int(alive)),
             replicas_wanted=math.ceil(need.seats / record.max_num_seqs) if alive else 0,
             replicas_max=record.max_replicas if model.may_load else min(record.max_replicas, len(model.replicas)),
+            starts_max=max(0, record.max_replicas - len(model.replicas)),
             co_locates=record.allow_co_location,
             tenant=record.tenant,
             load_s=model.load_s,

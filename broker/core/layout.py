@@ -289,8 +289,19 @@ class Layout:
         if len(sites) != wanted.gpus or len(self._of[need]) >= wanted.replicas_max:
             return False
         place = (need, tuple(sites))
+        if not self.may_come(place):
+            return False
         own = self._left_bytes.get(place, 0) if self.is_there(place) else 0
         return all(self.fits_site(need, site, own) for site in sites)
+
+    def may_come(self, place: tuple[int, tuple[int, ...]]) -> bool:
+        """Whether a block there exists already, or may be started beside all that do."""
+        need = place[0]
+        starts_max = self.problem.needs[need].starts_max
+        if starts_max > len(self._of[need]) or self.is_there(place):
+            return True
+        new = sum(1 for number in self._of[need] if self.blocks[number].place not in self._there)
+        return new < starts_max
 
     def fits_site(self, need: int, site: int, own_bytes: int = 0) -> bool:
         """The same for one of its sites; ``own_bytes`` are held there by a block that would come back."""

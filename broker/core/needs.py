@@ -34,6 +34,9 @@ class NeedSettings:
     as a request runs, since a replica can go only when its requests are over; twice that for one over several devices."""
     drain_s: float = 3.0
     """What waits should be served within this time: those that wait for a load are late already."""
+    queue_max: float = 4.0
+    """Replicas that are asked for on account of what waits, at most: of a long queue each serves so small a part that none
+    would be worth its price."""
     queue_free_s: float = 0.3
     """Work that may wait without asking for more."""
     token_s: float = 0.04
@@ -267,7 +270,7 @@ class Needs:
             need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
             # Of what waits, what can be answered meanwhile counts with its answers.
             answers_s = waiting * need.output_tokens * need.token_s * min(1.0, s.drain_s / need.life_s)
-            need.queue = max(0.0, need.waiting_s + answers_s - s.queue_free_s) / s.drain_s
+            need.queue = min(s.queue_max, max(0.0, need.waiting_s + answers_s - s.queue_free_s) / s.drain_s)
             patience = need.life_s / (need.life_s + PATIENCE_S)
             burst = need.prefill / need.burst_share - standing(model, costs)
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)

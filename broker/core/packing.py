@@ -115,10 +115,21 @@ class Search:
                 layout.rollback(mark)
             if gain is not None and (best is None or gain > best[0] + 1e-12):
                 best = (gain, index)
-        if best is None:
+        if best is not None:
+            self._gain(need, options[best[1]])
+            return True
+        return self._give_first(need, options)
+
+    def _give_first(self, need: int, options: Sequence[_Option]) -> bool:
+        """A model that is wanted has one replica where there is room, whatever its class and however little one helps."""
+        layout = self.layout
+        if layout.of(need) or not layout.problem.needs[need].replicas_min:
             return False
-        self._gain(need, options[best[1]])
-        return True
+        for option in options:
+            if option.sites and not option.leave and layout.fits(need, option.sites):
+                layout.add(need, option.sites)
+                return True
+        return False
 
     def _gain(self, need: int, option: _Option) -> float | None:
         """Makes a change and returns what it is worth; None (and a layout to be rolled back) when that is nothing."""
@@ -186,8 +197,9 @@ class Search:
                 for site in sites:
                     firsts.setdefault((kind, layout.paid(site)), site)
             found = [sites for sites in places if layout.fits(need, sites)]
-            found.extend((site,) for sites in used.values() for site in sites)
-            found.extend((site,) for site in firsts.values())
+            others = [(site,) for sites in used.values() for site in sites]
+            others.extend((site,) for site in firsts.values())
+            found.extend(place for place in others if layout.may_come((need, place)))
             return list(dict.fromkeys(found))
         names = [name for name in dict.fromkeys([*used, *(group for group, _ in empty)]) if name]
         each = min(GROUPS_MAX, max(2, PLACES_MAX // max(1, len(names))))

@@ -76,6 +76,7 @@ from broker.core.scheduler_events import (
 from broker.core.transaction import Stage
 from broker.core.transactions import Transactions
 from broker.core.view import ViewBuilder
+from subjects.errors import place_of
 from subjects.ids import ModelHash
 from subjects.messages import (
     CommandOutcome,
@@ -389,7 +390,11 @@ class SchedulerCore:
     def _ask(self, now_s: float, policy: Policy, out: list[SchedulerCommand]) -> None:
         self._looked_s = now_s
         self._look_now = False
-        decision = policy.decide(now_s, self.views.build(now_s))
+        try:
+            decision = policy.decide(now_s, self.views.build(now_s))
+        except (ArithmeticError, ValueError, LookupError, TypeError) as error:
+            self._policy_failed(now_s, error, out)
+            return
         next_look_s = decision.next_look_s if decision.next_look_s is not None else math.inf
         self._next_look_s = max(next_look_s, now_s + self.settings.policy_look_s)
         if decision.notes:
@@ -397,6 +402,20 @@ class SchedulerCore:
             self.notes = {name: note for name, note in notes.items() if self.catalogue.of_hash(name) is not None}
         self.digests.weigh(decision.weights)
         self.actions.carry_out(now_s, decision.actions, out)
+
+    def _policy_failed(self, now_s: float, error: Exception, out: list[SchedulerCommand]) -> None:
+        """A policy's mistake costs its decision, not the scheduler: what serves goes on, and people are told."""
+        self._next_look_s = now_s + self.settings.policy_look_s
+        self.outcomes.alert(
+            now_s,
+            Severity.CRITICAL,
+            "policy-failed",
+            "scheduler",
+            f"no decision for the pool: {place_of(error)}",
+            {"error": place_of(error)},
+            "look for a model with absurd costs among those applied last (carpool get models)",
+            out,
+        )
 
     def _place_what_waits(self, now_s: float, out: list[SchedulerCommand]) -> None:
         """The base rules: all models when there is no policy, or one that leaves this to them; else those that it may not

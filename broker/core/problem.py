@@ -56,6 +56,8 @@ class Need:
     replicas_wanted: int = 0
     """With fewer it lacks seats for the requests that run at once."""
     replicas_max: int = 1 << 30
+    starts_max: int = 1 << 30
+    """New replicas that may come while all that exist are still there: with none left, nothing moves before one is gone."""
     co_locates: bool = True
     tenant: str = ""
     """Not empty: its devices hold only models of this tenant."""

@@ -87,9 +87,15 @@ class Usage:
             known = sum(r.budget_bytes for r in room.promised if self.holds(r.model_hash))
             for replica in room.replicas:
                 if not replica.dead and replica.replica not in self._pool.leaving and self.holds(replica.report.model_hash):
-                    known += replica.report.budget_bytes
+                    known += self._least_bytes(replica)
             self._held[device.key] = known
         return known
+
+    def _least_bytes(self, replica: Replica) -> int:
+        """Of its budget, what a replica keeps when others need room: KV that it was lent beyond its own need goes back."""
+        record = self._catalogue.of_hash(replica.report.model_hash)
+        held = replica.report.budget_bytes
+        return held if record is None or self._catalogue.locked(record.model_hash) else min(held, record.budget_bytes)
 
     def holds(self, model_hash: ModelHash) -> bool:
         """Whether all replicas that a model has are kept."""

@@ -19,7 +19,7 @@ from ops.simulator.scenario_loads import pulse_47s
 from ops.simulator.types import LoadLadder, Window, Workload
 from ops.simulator.workloads import Steady
 from subjects.messages import SlaClass
-from tests.core.coordinator_world import KIND, FluidPool, Model, model
+from tests.core.coordinator_world import KIND, TICK_S, FluidPool, Model, model
 
 BEGIN_S = 1000.0
 """When fluid pools begin."""
@@ -350,6 +350,54 @@ def test_a_lack_that_nothing_helps_keeps_nobody_from_giving_up_devices() -> None
     world.there(mate, 3)
     world.run(90.0)
     assert len(world.of(full)) == 1 and len(world.of(little)) == 1
+
+
+@pytest.mark.parametrize("ticks", range(1, 7))
+def test_a_model_may_be_added_or_removed_at_any_tick(ticks: int) -> None:
+    """Between the looks of the whole too: what was known of the models before is of those models (SCH-4)."""
+    first = model("8B", "first", rate("8B", 0.5))
+    world = pool([first], 3)
+    world.run(10.0)
+    world.run(ticks * TICK_S)
+    late = model("8B", "late", rate("8B", 0.5))
+    world.models.insert(0, late)
+    world.run(10.0)
+    assert world.of(late)
+    world.run(ticks * TICK_S)
+    world.models.remove(first)
+    world.replicas = {key: one for key, one in world.replicas.items() if one.model != first.record.model_hash}
+    world.run(10.0)
+
+
+@pytest.mark.parametrize(
+    ("sla_class", "input_tokens", "output_tokens", "load_s"),
+    [
+        (SlaClass.BATCH, 4000, 1000, 30.0),
+        (SlaClass.BRONZE, 4000, 1000, 60.0),
+        (SlaClass.SILVER, 30000, 2000, 30.0),
+        (SlaClass.BATCH, 16000, 1000, 3.0),
+    ],
+)
+def test_however_much_waits_somebody_begins_to_serve_it(
+    sla_class: SlaClass, input_tokens: int, output_tokens: int, load_s: float
+) -> None:
+    """A long queue of a cheap class on an empty pool is served, though one replica is little against it (SCH-4)."""
+    crowd = model("8B", "crowd", 0.0, sla_class=sla_class)
+    crowd.input_tokens, crowd.output_tokens, crowd.load_s = input_tokens, output_tokens, load_s
+    crowd.rps = lambda now_s: 512 / TICK_S if abs(now_s - 1001.0) < TICK_S / 2 else 0.0
+    world = pool([crowd], 8)
+    world.run(20.0)
+    assert crowd.waiting > 400 and world.starts()
+
+
+def test_a_model_with_all_the_replicas_that_it_may_have_is_not_moved() -> None:
+    """Another can only come when one is gone, so there is nothing to be planned with one more (SCH-4)."""
+    little = [model("8B", name, rate("8B", 0.2), max_replicas=1) for name in ("a", "b", "c")]
+    world = pool(little, 3)
+    for number, one in enumerate(little):
+        world.there(one, number)
+    world.run(120.0)
+    assert not world.starts() and not world.dropped
 
 
 def test_models_that_only_advise_keep_their_routing() -> None:

@@ -121,6 +121,13 @@ def test_what_can_never_be_is_told_for_ever_or_for_half_a_minute() -> None:
     assert told(bench, "b").refusal == ""
 
 
+def test_memory_that_a_kept_replica_was_lent_is_no_reason_to_refuse() -> None:
+    """KV beyond its own need goes back when others need room (SCH-9)."""
+    bench = settled(B, record("kept", min_replicas=1))
+    bench.report(listed("kept", gib=3.0), gib=3.0)
+    assert told(bench, "b").refusal == ""
+
+
 def test_who_waited_longest_is_first_and_a_minimum_is_last() -> None:
     """One place, three that want it."""
     kept = record("a-kept", min_replicas=1)

@@ -277,6 +277,25 @@ def test_a_policy_is_asked_each_200_ms_and_at_once_for_a_cold_model() -> None:
     assert len(pool.policy.views) - looks == 6
 
 
+def test_a_policy_that_fails_costs_its_decision_and_not_the_scheduler() -> None:
+    """Arithmetic of one model overflows: people are told once, the policy is asked again, and nobody dies (SCH-4)."""
+    pool = Pool(A, B)
+    decide, failures = pool.policy.decide, iter([OverflowError("1e300"), ValueError("zip"), KeyError("x")])
+
+    def failing(now_s: float, view: PoolView) -> Decision:
+        error = next(failures, None)
+        if error is not None:
+            raise error
+        return decide(now_s, view)
+
+    pool.policy.decide = failing  # type: ignore[method-assign]
+    looks = len(pool.policy.views)
+    for _ in range(12):
+        pool.tick(0.1)
+    assert pool.alerts() == ["policy-failed"]
+    assert len(pool.policy.views) - looks == 3
+
+
 def test_a_started_replica_gets_the_kv_that_was_decided() -> None:
     """The load carries the replaced budget, and its room is promised at once."""
     pool = Pool(A)
