@@ -47,7 +47,7 @@ def event() -> None:
     """Tell the scheduler of load that will come: a launch, a sale, a nightly batch.
 
     \b
-    carpool event add launch --model smollm2 --begin 2027-01-31T09:00 --end +3d --factor 3
+    carpool event add launch --model smollm2 --begin +2d --end +3d --factor 3
     carpool event list
     carpool event remove launch
     """
@@ -75,6 +75,8 @@ def add(
     pool_name: str,
 ) -> None:
     """Declare an event, or change the one of that name. Capacity is loaded shortly before it begins.
+
+    +90m counts from now, for both ends. Only models whose file says `resources.costs` are planned ahead for.
 
     \b
     carpool event add launch --model smollm2 --begin +90m --end +4h --factor 3
