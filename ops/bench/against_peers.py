@@ -193,7 +193,7 @@ class _Measured:
         target, ours = system.target, system.target.name == "ours"
         before = use_by_part(target.pids)
         messages = await bus_messages(self._monitor_port) if ours else 0
-        result = await measure(self._task(target, kind, connections, self._plan.seconds))
+        result = await _asked(target, self._task(target, kind, connections, self._plan.seconds))
         if ours:
             messages = await bus_messages(self._monitor_port) - messages
         after = use_by_part(target.pids)
@@ -210,8 +210,11 @@ class _Measured:
                 p50_ms = []
                 for target in (direct.target, system.target):
                     task = self._task(target, "whole", plan.rate_connections, plan.pair_seconds, plan.rate_per_s)
-                    p50_ms.append(_checked(target, "whole", await measure(task)).p50_ms)
-                system.added_ms.append(p50_ms[1] - p50_ms[0])
+                    result = _checked(target, "whole", await _asked(target, task))
+                    if result.requests:
+                        p50_ms.append(result.p50_ms)
+                if len(p50_ms) == 2:
+                    system.added_ms.append(p50_ms[1] - p50_ms[0])
 
     async def idle(self) -> None:
         """What streams that say nothing hold."""
@@ -221,6 +224,14 @@ class _Measured:
                 system.idle_mb = await idle_growth_mb(system.target, self._plan.idle_streams)
             except CarpoolError as error:
                 system.idle_reason = str(error)
+
+
+async def _asked(target: Target, task: Task) -> Result:
+    """What ``measure`` says; where nobody listens any more, all connections are errors."""
+    try:
+        return await measure(task)
+    except CarpoolError:
+        return Result(requests=0, errors=task.connections, seconds=task.seconds_max, events=0, p50_ms=0.0, p99_ms=0.0)
 
 
 def _checked(target: Target, kind: Kind, result: Result) -> Result:
