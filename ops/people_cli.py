@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,13 @@ def unlock(
     _print(result, as_json, lambda: f"{name}: unlocked" if result["changed"] else f"{name}: was neither locked nor drained")
 
 
+def _a_number(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
+    # click's range lets NaN pass, which no comparison refuses.
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is not a number of seconds; give 0 to 3600, such as 60")
+    return value
+
+
 @click.command(short_help="Empty a worker, a device or a replica within a bound.")
 @_worker
 @_device
@@ -101,6 +109,7 @@ def unlock(
 @click.option(
     "--bound-s",
     type=click.FloatRange(0, 3600),
+    callback=_a_number,
     help="Seconds that running requests may take to finish; then they go on elsewhere. Default: the scheduler's.",
 )
 @json_option

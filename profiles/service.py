@@ -45,6 +45,13 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=10_000)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+MemoryGb = Annotated[float, msgspec.Meta(gt=0, le=100_000)]
+TokenSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=10)]
+StepSeconds = Annotated[float, msgspec.Meta(ge=1e-9, le=60)]
+PartSeconds = Annotated[float, msgspec.Meta(ge=0, le=10)]
+SquareSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e-2)]
+"""Seconds per input token; of a step; per request or token in a step; per square of input tokens. What is outside is a
+mistake of units, and the arithmetic of the scheduler could overflow."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,11 +78,11 @@ class SlaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class CostsSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fitted times on one kind of device, in seconds; ``profiles.costs`` has the arithmetic."""
 
-    prefill_token_s: Positive
-    prefill_token2_s: NotNegative = 0.0
-    step_const_s: Positive
-    step_request_s: NotNegative = 0.0
-    step_context_token_s: NotNegative = 0.0
+    prefill_token_s: TokenSeconds
+    prefill_token2_s: SquareSeconds = 0.0
+    step_const_s: StepSeconds
+    step_request_s: PartSeconds = 0.0
+    step_context_token_s: PartSeconds = 0.0
 
     def as_message(self) -> StepCosts:
         """The form that the registry carries."""
@@ -89,7 +96,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     (``carpool get devices`` shows the kinds): without them the coordinator knows no capacity of the model there.
     """
 
-    baseline_memory_gb: Positive | None = None
+    baseline_memory_gb: MemoryGb | None = None
     compute_efficiency: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     latency_sensitivity: Share | None = None
     gpus: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1

@@ -65,7 +65,7 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     (
         "a cost that takes no time",
         _spec("resources: {costs: {cpu: {prefill_token_s: 0, step_const_s: 1}}}"),
-        ("spec.resources.costs[...].prefill_token_s: expected `float` > 0", "in that range"),
+        ("spec.resources.costs[...].prefill_token_s: expected `float` >= 1e-09", "in that range"),
     ),
     (
         "an unknown cost",
@@ -154,6 +154,35 @@ def test_bad_configuration(text: str | bytes, parts: tuple[str, ...]) -> None:
     assert len(line) < 400
     for part in parts:
         assert part in line
+
+
+@pytest.mark.parametrize("value", ["1.0e+300", "1.7e308", "1e-320", "-1", "61", "1e12", ".nan", ".inf"])
+@pytest.mark.parametrize("field", ["prefill_token_s", "step_const_s"])
+def test_costs_of_no_device_are_refused(field: str, value: str) -> None:
+    """A cost in the wrong unit, or of no number, is told with its field and bound before the scheduler counts with it."""
+    costs = ", ".join(f"{name}: {value if name == field else 1}" for name in ("prefill_token_s", "step_const_s"))
+    with pytest.raises(ConfigError, match=rf"{field}.*(1e-09|<= [16]0|finite)"):
+        parse_services(_spec(f"resources: {{costs: {{cpu: {{{costs}}}}}}}").encode())
+
+
+@pytest.mark.parametrize(
+    ("field", "bound"), [("prefill_token2_s", "0.01"), ("step_request_s", "10"), ("step_context_token_s", "10")]
+)
+def test_parts_of_a_step_have_bounds(field: str, bound: str) -> None:
+    """The bound itself is accepted; more, less than 0, and numbers that would overflow are not."""
+    text = "resources: {costs: {cpu: {prefill_token_s: 10, step_const_s: 60, %s: %s}}}"
+    assert parse_services(_spec(text % (field, bound)).encode())
+    for value in ("1.7e308", "1.0e+300", "10.1", "-1e-9"):
+        with pytest.raises(ConfigError, match=rf"{field}: expected `float` [<>]= {bound if value[0] == '1' else 0}"):
+            parse_services(_spec(text % (field, value)).encode())
+
+
+@pytest.mark.parametrize("value", ["1e300", "1e12", "100001", "0", "-1", ".nan"])
+def test_memory_of_no_device_is_refused(value: str) -> None:
+    """Gigabytes written in bytes are told before they become a size that no pool has."""
+    assert parse_services(_spec("resources: {baseline_memory_gb: 100000}").encode())
+    with pytest.raises(ConfigError, match=r"spec\.resources\.baseline_memory_gb"):
+        parse_services(_spec(f"resources: {{baseline_memory_gb: {value}}}").encode())
 
 
 def test_too_many_documents() -> None:

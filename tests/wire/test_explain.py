@@ -126,7 +126,14 @@ async def test_a_model_a_scale_action_and_a_request_are_explained(nats_server: N
 
 
 @pytest.mark.parametrize(
-    "words", [["lock"], ["lock", "a", "--device", "x/y"], ["drain", "--bound-s", "3"], ["mode", "a", "off"]]
+    "words",
+    [
+        ["lock"],
+        ["lock", "a", "--device", "x/y"],
+        ["drain", "--bound-s", "3"],
+        ["drain", "--worker", "w", "--bound-s", "nan"],
+        ["mode", "a", "off"],
+    ],
 )
 def test_a_command_that_names_nothing_or_too_much(words: list[str]) -> None:
     """Exit code 2 and how to use it."""
