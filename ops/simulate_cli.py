@@ -25,7 +25,7 @@ SECONDS = click.FloatRange(min=0, min_open=True)
     help="The four fixed workloads (or --workload): windows, or whole days.",
 )
 @click.option("--workload", "workloads", multiple=True, metavar="NAME", help="One workload (see --list). May be repeated.")
-@click.option("--trace", type=click.Path(path_type=Path), help="A recording of your own, or a file in a public format.")
+@click.option("--trace", "trace_file", type=click.Path(), help="A recording of your own, or a file in a public format.")
 @click.option("--scenario", metavar="NAME", help="A fixed experiment with figures of its own (see --list).")
 @click.option("--reality", is_flag=True, help="Compare with real vLLM engines on this machine's CPU (some minutes).")
 @click.option("--policy", "policies", multiple=True, metavar="NAME", help="One policy (see --list). May be repeated.")
@@ -44,7 +44,7 @@ SECONDS = click.FloatRange(min=0, min_open=True)
 def simulate(
     suite: str | None,
     workloads: tuple[str, ...],
-    trace: Path | None,
+    trace_file: str | None,
     scenario: str | None,
     reality: bool,
     policies: tuple[str, ...],
@@ -78,6 +78,9 @@ def simulate(
     """
     from subjects.errors import ConfigError
 
+    if trace_file == "":
+        raise ConfigError("--trace: the name is empty; give a recording, or a trace in a public format")
+    trace = Path(trace_file) if trace_file is not None else None
     asked = [name for name, given in _modes(suite, workloads, trace, scenario, reality, list_names).items() if given]
     if len(asked) != 1:
         choose = "--suite headline, --workload NAME, --trace FILE, --scenario NAME, --reality or --list"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def check(case: Case) -> Case:
         raise ConfigError(
             f"--warm-s {case.warm_s:g}: a warm load cannot take longer than a cold one (--cold-s {case.cold_s:g})"
         )
-    if case.trace and not Path(case.trace).exists():
+    if case.trace and not os.path.exists(case.trace):
         raise ConfigError(f"--trace {case.trace}: no such file; give a recording, or a trace in a public format")
     return case
 
@@ -97,6 +98,8 @@ def build(case: Case) -> Workload:
     if case.minutes:
         cut_s = case.minutes * 60.0
         made = replace(made, windows=tuple(replace(w, end_s=min(w.end_s, w.begin_s + cut_s)) for w in made.windows))
+    if case.trace:
+        _check_measured(case, made)
     if case.warm_s is not None or case.cold_s is not None:
         warm_s = made.ladder.warm_s if case.warm_s is None else case.warm_s
         cold_s = max(warm_s, made.ladder.cold_s) if case.cold_s is None else case.cold_s
@@ -124,9 +127,23 @@ def _recorded(case: Case) -> Workload:
     from ops.simulator.workloads import of_recording
 
     try:
-        return of_recording(case.workload, read_trace(Path(case.trace)), load=case.load)
+        recording = read_trace(Path(case.trace))
     except ConfigError as error:
         raise ConfigError(f"--trace {error}") from None
+    try:
+        return of_recording(case.workload, recording, load=case.load)
+    except ConfigError as error:
+        raise ConfigError(f"--trace {case.trace}: {error}") from None
+
+
+def _check_measured(case: Case, made: Workload) -> None:
+    for window in made.windows:
+        arrival_s = made.trace(0, window).arrival_s
+        if not ((arrival_s >= window.begin_s) & (arrival_s < window.end_s)).any():
+            raise ConfigError(
+                f"--trace {case.trace}: no request arrives from second {window.begin_s:g}, where the warm-up ends, to "
+                f"second {window.end_s:g}: nothing would be measured; give a longer trace, or more of it (--load, --minutes)"
+            )
 
 
 def fitted(workload: Workload, replicas: Mapping[str, int], gpus: int) -> dict[str, int]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+from click.testing import CliRunner
 
-from ops.simulator.traces import aegaeon, azure, importing, mooncake, recording, servegen
+from ops.simulator.cases import Case, build, check
+from ops.simulator.traces import aegaeon, azure, importing, limits, mooncake, recording, servegen
 from ops.simulator.traces.columns import cut, jittered_copies, merge, one_model, thinned
 from ops.simulator.traces.draws import FAMILIES, GAMMA, WEIBULL, lengths, poisson, renewals, stream
 from ops.simulator.traces.recording import RecordedModel, RecordedRequest
@@ -261,7 +265,7 @@ def test_recordings_are_read_as_written(tmp_path: Path, name: str) -> None:
     [
         ('{"at_s": 0, "model": "a", "input_tokens": 1, "output_tokens": 1, "messages": []}', "carries 'messages'"),
         ('{"carpool_recording": 9}\n{"at_s": 0, "model": "a", "input_tokens": 1, "output_tokens": 1}', "version 9"),
-        ('{"at_s": 0, "model": "a", "input_tokens": -1, "output_tokens": 1}', "negative"),
+        ('{"at_s": 0, "model": "a", "input_tokens": -1, "output_tokens": 1}', "object 1: input_tokens: -1 is not"),
         ('{"at_s": 0, "model": "a"}', "input_tokens"),
         ('{"at_s": 0,', "r.jsonl:1"),
         ('{"carpool_recording": 1}', "no request"),
@@ -307,3 +311,168 @@ def test_public_formats_are_recognised(tmp_path: Path) -> None:
         importing.read_trace(tmp_path / "bad.csv")
     with pytest.raises(ConfigError, match="no such file"):
         importing.read_trace(tmp_path / "absent.csv")
+
+
+# ----------------------------------------------------------------------------------------------------------- hostile files
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+AZURE_ROW = "2023-11-16 18:17:03.5,10,5\n"
+AEGAEON = "Request Time,Model Name,Input Length,Output Length\n"
+DEEP = 150_000
+
+
+def ours(**changed: Any) -> str:
+    """One request of our own format."""
+    return json.dumps({"at_s": 1.0, "model": "a", "input_tokens": 1, "output_tokens": 1, **changed}) + "\n"
+
+
+def talk(**changed: Any) -> str:
+    """One request of Mooncake's."""
+    return json.dumps({"timestamp": 0, "input_length": 5, "output_length": 5, **changed}) + "\n"
+
+
+HOSTILE: list[tuple[str, str, str | bytes, str]] = [
+    ("tokens over 31 bits, ours", "r.jsonl", ours() + ours(input_tokens=2**31), "object 2: input_tokens: 2147483648 is"),
+    ("a billion tokens, ours", "r.jsonl", ours(output_tokens=10**9), "object 1: output_tokens: 1000000000 is"),
+    ("tokens over 31 bits, Azure", "a.csv", AZURE + "2023-11-16 18:17:03,2147483648,1\n", "a.csv:2: ContextTokens: '2147"),
+    ("negative tokens, Azure", "a.csv", AZURE + AZURE_ROW + "2023-11-16 18:17:04,5,-1\n", "a.csv:3: GeneratedTokens: '-1'"),
+    ("digits without end, Azure", "a.csv", AZURE + f"2023-11-16 18:17:03,{'9' * 9_000},1\n", "a.csv:2: ContextTokens"),
+    ("tokens over 31 bits, Aegaeon", "s.csv", AEGAEON + "00:00:01,m,1,2147483648\n", "s.csv:2: Output Length: '2147"),
+    ("tokens over 31 bits, Mooncake", "t.jsonl", talk(input_length=2**31), "t.jsonl:1: input_length: 2147483648 is"),
+    ("negative tokens, Mooncake", "t.jsonl", talk(output_length=-5), "t.jsonl:1: output_length: -5 is"),
+    ("tokens of a huge number, Mooncake", "t.jsonl", talk(output_length=1e300), "t.jsonl:1: output_length: 1e+300 is"),
+    ("a time of 1e12", "r.jsonl", ours(at_s=1e12), "object 1: at_s: 1000000000000.0 is not a time"),
+    ("a time of 1e300", "r.jsonl", ours() + ours(at_s=1e300), "object 2: at_s: 1e+300 is not a time"),
+    ("a time before all", "r.jsonl", ours(at_s=-1), "object 1: at_s: -1.0 is not a time"),
+    ("a time that is NaN", "r.jsonl", ours(at_s=math.nan), "r.jsonl:1: "),
+    (
+        "a time that is NaN, packed",
+        "r.msgpack",
+        msgspec.msgpack.encode({**json.loads(ours()), "at_s": math.nan}),
+        "nan is not",
+    ),
+    (
+        "a time without end, packed",
+        "r.msgpack",
+        msgspec.msgpack.encode({**json.loads(ours()), "at_s": math.inf}),
+        "inf is not",
+    ),
+    ("years apart", "r.jsonl", ours() + ours(at_s=1e8), "object 2: at_s: is over 31 days after that of object 1"),
+    (
+        "a target of nothing",
+        "r.jsonl",
+        '{"carpool_recording": 1, "models": {"a": {"tpot_s": 0}}}\n' + ours(),
+        "object 1: models.a.tpot_s: 0.0 is not above 0",
+    ),
+    ("nested, ours", "r.jsonl", ours() + '{"a":' * DEEP + "1" + "}" * DEEP, "r.jsonl:2: "),
+    ("nested, Mooncake", "t.jsonl", talk() + "[" * DEEP + "]" * DEEP, "t.jsonl:2: not JSON"),
+    ("nested, packed", "r.msgpack", b"\x91" * DEEP, "r.msgpack: "),
+    ("truncated gzip", "r.jsonl.gz", gzip.compress(ours().encode() * 9)[:-12], "not a whole gzip file"),
+    ("bad gzip data", "r.jsonl.gz", gzip.compress(bytes(range(256)))[:10] + b"\xff" * 60, "not a whole gzip file"),
+    ("bad gzip check sum", "r.jsonl.gz", gzip.compress(ours().encode())[:-8] + b"\0" * 8, "not a whole gzip file"),
+    ("no gzip", "r.jsonl.gz", ours(), "not a whole gzip file"),
+    ("not in order", "a.csv", AZURE + AZURE_ROW + "2023-11-16 18:17:02,1,1\n", "a.csv:3: TIMESTAMP: is before"),
+    (
+        "mixed time zones",
+        "a.csv",
+        AZURE + "2024-05-10 00:00:00.1+00:00,1,1\n2024-05-10 00:00:01.1+02:00,1,1\n",
+        "a.csv:3: TIMESTAMP: its time zone",
+    ),
+    ("some without a zone", "a.csv", AZURE + AZURE_ROW + "2023-11-16 18:17:04Z,1,1\n", "a.csv:3: TIMESTAMP: its time zone"),
+    ("years apart, Azure", "a.csv", AZURE + AZURE_ROW + "2024-11-16 18:17:02,1,1\n", "a.csv:3: TIMESTAMP: is over 31 days"),
+    ("no such day, Azure", "a.csv", AZURE + "2023-13-45 18:17:02,1,1\n", "a.csv:2: TIMESTAMP: '2023-13-45"),
+    ("latin-1", "a.csv", AZURE.encode() + b"2023-11-16 18:17:03,1,\xe9\n", "a.csv: not UTF-8 text"),
+    ("a huge field", "s.csv", AEGAEON + f"00:00:01,{'m' * 200_000},1,1\n", "s.csv:2: not CSV (field larger"),
+    ("a missing column, Azure", "a.csv", AZURE + "2023-11-16 18:17:03,1\n", "a.csv:2: 2 columns where TIMESTAMP"),
+    ("a missing column, Aegaeon", "s.csv", "Request Time,Model Name\n00:00:01,m\n", "s.csv:1: no column 'Input Length'"),
+    ("a short row, Aegaeon", "s.csv", AEGAEON + "00:00:01,m\n", "s.csv:2: 2 columns where Request Time"),
+    ("a missing field, Mooncake", "t.jsonl", talk() + '{"timestamp": 1}\n', "t.jsonl:2: input_length: is missing"),
+    ("a list, Mooncake", "t.jsonl", talk() + "[1]\n", "t.jsonl:2: list where an object"),
+    ("blocks that are none, Mooncake", "t.jsonl", talk(hash_ids=7), "t.jsonl:1: hash_ids: not a list"),
+    *(
+        (f"a time of {time}, Aegaeon", "s.csv", AEGAEON + f"{time},m,1,1\n", "s.csv:2: Request Time: ")
+        for time in ("00:00:nan", "00:00:inf", "00:00:-5", "-1:90:00", "9999:00:00", f"{'9' * 400}:0:0", "5", "")
+    ),
+    *(
+        (f"a time of {time}, Mooncake", "t.jsonl", talk(timestamp=time), "t.jsonl:1: timestamp: ")
+        for time in (-1, 1e300, 10**400, None, True, "x", [1])
+    ),
+    ("no rows, Azure", "a.csv", AZURE, "a.csv: no request in it"),
+    ("no rows, Aegaeon", "s.csv", AEGAEON, "s.csv: no request in it"),
+    ("nothing", "a.csv", "", "a.csv: neither"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "told"), [row[1:] for row in HOSTILE], ids=[row[0] for row in HOSTILE])
+def test_hostile_files_are_refused_in_one_line(tmp_path: Path, name: str, content: str | bytes, told: str) -> None:
+    """OPS-5: whatever a file holds, one short line names it, where in it and what is wrong, with a remedy."""
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        importing.read_trace(path)
+    line = str(caught.value)
+    assert line.startswith(str(path)) and told in line and ";" in line
+    assert line.isprintable() and len(line) <= limits.TEXT_CHARS_MAX
+
+
+def test_what_the_limits_allow_is_read(tmp_path: Path) -> None:
+    """The most tokens and the longest span pass, in each format that can say them."""
+    most = limits.TOKENS_MAX
+    (tmp_path / "r.jsonl").write_text(ours(input_tokens=most) + ours(at_s=1.0 + limits.SPAN_S_MAX))
+    (tmp_path / "a.csv").write_text(AZURE + f"2024-05-01 00:00:00-05:00,{most},0\n\n2024-06-01 00:00:00-05:00,1,1\n")
+    (tmp_path / "t.jsonl").write_text(talk(input_length=most) + talk(timestamp=limits.SPAN_S_MAX * 1_000))
+    (tmp_path / "s.csv").write_text(AEGAEON + f"00:00:00,m,{most},0\n744:00:00,m,1,1\n")
+    for name in ("r.jsonl", "a.csv", "t.jsonl", "s.csv"):
+        trace = importing.read_trace(tmp_path / name).trace
+        assert (trace.arrival_s.tolist(), int(trace.input_tokens[0])) == ([0.0, limits.SPAN_S_MAX], most)
+
+
+@pytest.mark.parametrize(
+    ("row", "dataset"),
+    [
+        ("0,inf,1,Gamma", "{}"),
+        ("0,1e9,1,Gamma", "{}"),
+        ("nan,1,1,Gamma", "{}"),
+        ("0,1,nan,Gamma", "{}"),
+        ("0,1,1,Gamma", "{}"),
+        ("0,1,1,Gamma", "[1]"),
+        ("0,1,1,Gamma", '{"0": {"input_tokens": "{1e12: 1}", "output_tokens": "{1: 1}"}}'),
+        ("0,1,1,Gamma", '{"0": {"input_tokens": "{", "output_tokens": "{1: 1}"}}'),
+        ("0,1,1,Gamma", "[" * DEEP),
+    ],
+)
+def test_hostile_directories_are_refused_in_one_line(tmp_path: Path, row: str, dataset: str) -> None:
+    """OPS-5: rates without end and distributions that are none, in ServeGen's layout."""
+    (tmp_path / "chunk-1-trace.csv").write_text(row + "\n")
+    (tmp_path / "chunk-1-dataset.json").write_text(dataset)
+    with pytest.raises(ConfigError) as caught:
+        importing.read_trace(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(("requests", "load"), [(ours() + ours(at_s=1.1), 1.0), (ours() + ours(at_s=61.0), 1e-9)])
+def test_a_trace_of_which_nothing_would_be_measured_is_refused(tmp_path: Path, requests: str, load: float) -> None:
+    """All requests inside the warm-up, or none kept: an error instead of a row of zeros."""
+    path = tmp_path / "r.jsonl"
+    path.write_text(requests)
+    with pytest.raises(ConfigError, match=r"^--trace .*r\.jsonl: no request arrives .*nothing would be measured"):
+        build(check(Case(workload="r", trace=str(path), load=load)))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("", "the name is empty"),
+        ("/dev/null", "/dev/null: is no regular file"),
+        (str(Path(__file__).parent), "a directory without a chunk"),
+        ("x" * 5_000, "no such file"),
+    ],
+)
+def test_what_is_no_file_is_refused(given: str, told: str) -> None:
+    """The command ends with the one line of a wrong --trace, before any simulation."""
+    from ops.simulate_cli import simulate
+
+    result = CliRunner().invoke(simulate, ["--trace", given])
+    assert isinstance(result.exception, ConfigError) and result.exit_code != 0
+    assert str(result.exception).startswith("--trace") and told in str(result.exception)

@@ -6,6 +6,7 @@ and the four operations only, so that a seed gives the same requests on any mach
 
 - ``columns``: building, merging and cutting traces. ``draws``: random streams by name, inter-arrival times, lengths.
 - ``servegen``, ``azure``, ``mooncake``, ``aegaeon``: one public data set each, from the package's data or a user's own file.
+- ``limits``: what a user's file may hold at most.
 - ``recording``: our own format, profiles without prompts. ``importing``: one entry for a user's file in any format.
 - ``pack``: makes the files in ``ops/simulator/data`` from the public ones.
 """

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ops.simulator.traces.columns import one_model
+from ops.simulator.traces.columns import one_model, text
 from ops.simulator.traces.draws import poisson, stream
+from ops.simulator.traces.limits import SPAN_S_MAX, csv_rows, models, seconds, tokens
 from ops.simulator.types import Trace
 from subjects.errors import ConfigError
 
@@ -90,21 +91,42 @@ def poisson_trace(
     )
 
 
-def read_csv(path: Path) -> tuple[tuple[str, ...], Trace]:
-    """One of the artifact's files (``Request Time,Model Name,Input Length,Output Length``): the models' names and requests.
+COLUMNS = ("Request Time", "Model Name", "Input Length", "Output Length")
 
-    Raises :class:`ConfigError` for rows that are none.
+
+def read_csv(path: Path) -> tuple[tuple[str, ...], Trace]:
+    """One of the artifact's files (``Request Time,Model Name,Input Length,Output Length``), gzipped or not: names of
+    models and requests.
+
+    Raises :class:`ConfigError` for rows that are none, and for a file without any.
     """
-    rows: list[tuple[float, str, int, int]] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(csv.DictReader(file), start=2):
-            try:
-                hours, minutes, seconds = line["Request Time"].split(":")
-                at_s = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
-                rows.append((at_s, line["Model Name"], int(line["Input Length"]), int(line["Output Length"])))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}:{number}: {error!r}") from None
-    return named_rows(rows)
+    requests: list[tuple[float, str, int, int]] = []
+    with text(path) as file:
+        rows = csv_rows(path, csv.reader(file))
+        _, header = next(rows, (0, []))
+        if missing := [name for name in COLUMNS if name not in header]:
+            raise ConfigError(f"{path}:1: no column {missing[0]!r}; write the columns {', '.join(COLUMNS)}")
+        places = [header.index(name) for name in COLUMNS]
+        for number, line in rows:
+            where = f"{path}:{number}"
+            if len(line) <= max(places):
+                raise ConfigError(f"{where}: {len(line)} columns where {', '.join(COLUMNS)} should be; correct this line")
+            at, name, inputs, outputs = (line[place] for place in places)
+            requests.append((_time(where, at), name, tokens(where, COLUMNS[2], inputs), tokens(where, COLUMNS[3], outputs)))
+    if not requests:
+        raise ConfigError(f"{path}: no request in it; add rows below the column names")
+    models(str(path), len({name for _, name, _, _ in requests}))
+    return named_rows(requests)
+
+
+def _time(where: str, text: str) -> float:
+    try:
+        hours, minutes, rest = text.split(":")
+        # Each part alone: two that are out of range may not make up for each other.
+        parts = [seconds(where, COLUMNS[0], float(part), SPAN_S_MAX) for part in (hours, minutes, rest)]
+    except ValueError:
+        raise ConfigError(f"{where}: {COLUMNS[0]}: {text[:40]!r} is no time; write one such as 00:01:00.500") from None
+    return seconds(where, COLUMNS[0], parts[0] * 3600 + parts[1] * 60 + parts[2], SPAN_S_MAX)
 
 
 def named_rows(rows: Iterable[tuple[float, str, int, int]]) -> tuple[tuple[str, ...], Trace]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
@@ -13,12 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.simulator.traces.columns import one_model, text
+from ops.simulator.traces.limits import SPAN_S_MAX, csv_rows, tokens
 from ops.simulator.types import Trace
 from subjects.errors import ConfigError
 
 CLOCK_START = datetime(2023, 11, 16, 18, 15)
 """Second 0 of the packaged traces: a little before the first request of either service."""
 SERVICES = ("code", "conv")
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+TICKS_PER_S = 10_000_000
+_INSTANT = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,28 +64,49 @@ def arrays(name: str, service: AzureService) -> dict[str, npt.NDArray[Any]]:
 def read_csv(path: Path, start: datetime | None = None) -> AzureService:
     """The source's CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``), gzipped or not, of any of its years.
 
-    Second 0 is ``start``, or the first row. Raises :class:`ConfigError` for rows that are none.
+    Second 0 is ``start``, or the first row. Raises :class:`ConfigError` for rows that are none, that are not in order of
+    time or that are in several time zones, and for a file without any.
     """
     ticks: list[int] = []
-    tokens: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
+    zone = None
     with text(path) as file:
-        reader = csv.reader(file)
-        header = [name.strip().lower() for name in next(reader, [])]
-        if header != ["timestamp", "contexttokens", "generatedtokens"]:
-            raise ConfigError(f"{path}: want the columns TIMESTAMP, ContextTokens, GeneratedTokens")
-        for number, line in enumerate(reader, start=2):
-            try:
-                when, digits = _instant(line[0])
-                start = start or when
-                ticks.append(round((when - start).total_seconds()) * 10_000_000 + digits)
-                tokens.append((int(line[1]), int(line[2])))
-            except (IndexError, ValueError) as error:
-                raise ConfigError(f"{path}:{number}: {error}") from None
-    table = np.array(tokens, dtype=np.int32).reshape(-1, 2)
+        rows = csv_rows(path, csv.reader(file))
+        _, header = next(rows, (0, []))
+        if [name.strip().lower() for name in header] != [name.lower() for name in COLUMNS]:
+            raise ConfigError(f"{path}:1: want the columns {', '.join(COLUMNS)}; write that line first")
+        for number, line in rows:
+            where = f"{path}:{number}"
+            if len(line) != len(COLUMNS):
+                raise ConfigError(f"{where}: {len(line)} columns where {', '.join(COLUMNS)} should be; correct this line")
+            when, digits, own_zone = _instant(where, line[0])
+            start, zone = start or when, own_zone if zone is None else zone
+            if own_zone != zone:
+                raise ConfigError(
+                    f"{where}: TIMESTAMP: its time zone is not that of the rows before; write all in the same one"
+                )
+            tick = round((when - start).total_seconds()) * TICKS_PER_S + digits
+            if ticks and tick < ticks[-1]:
+                raise ConfigError(f"{where}: TIMESTAMP: is before that of the row before; sort the rows by time")
+            if ticks and tick - ticks[0] > SPAN_S_MAX * TICKS_PER_S:
+                raise ConfigError(
+                    f"{where}: TIMESTAMP: is over {SPAN_S_MAX // 86_400} days after the first row; cut the file"
+                )
+            ticks.append(tick)
+            counts.append((tokens(where, COLUMNS[1], line[1]), tokens(where, COLUMNS[2], line[2])))
+    if not ticks:
+        raise ConfigError(f"{path}: no request in it; add rows below the column names")
+    table = np.array(counts, dtype=np.int32).reshape(-1, 2)
     return AzureService(np.array(ticks, dtype=np.int64), table[:, 0], table[:, 1])
 
 
-def _instant(text: str) -> tuple[datetime, int]:
-    """Whole seconds, and the rest in 100 ns; an offset from UTC at the end is dropped (all rows carry the same)."""
-    seconds, _, rest = text.strip().removesuffix("Z").split("+")[0].partition(".")
-    return datetime.fromisoformat(seconds), int(rest.ljust(7, "0")[:7]) if rest else 0
+def _instant(where: str, text: str) -> tuple[datetime, int, str]:
+    """Whole seconds, the rest in 100 ns, and the offset from UTC as it is written."""
+    try:
+        if (found := _INSTANT.fullmatch(text.strip())) is None:
+            raise ValueError
+        return datetime.fromisoformat(found[1]), int((found[2] or "").ljust(7, "0")[:7]), found[3] or ""
+    except ValueError:
+        raise ConfigError(
+            f"{where}: TIMESTAMP: {text[:40]!r} is no time; write one such as 2023-11-16 18:17:03.9799600"
+        ) from None

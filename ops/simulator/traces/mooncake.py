@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.simulator.traces.columns import one_model
+from ops.simulator.traces.limits import milliseconds, tokens
 from ops.simulator.types import Trace
 from subjects.errors import ConfigError
 
@@ -70,18 +71,29 @@ def read_jsonl(path: Path) -> Conversations:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            where = f"{path}:{number}"
             try:
                 request = json.loads(line)
-                inputs = int(request["input_length"])
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: not JSON ({error}); correct this line") from None
+            if not isinstance(request, dict):
+                raise ConfigError(f"{where}: {type(request).__name__} where an object should be; correct this line")
+            if missing := [name for name in ("timestamp", "input_length", "output_length") if name not in request]:
+                raise ConfigError(f"{where}: {missing[0]}: is missing; add it or remove the request")
+            at_ms = milliseconds(where, "timestamp", request["timestamp"])
+            inputs = tokens(where, "input_length", request["input_length"])
+            outputs = tokens(where, "output_length", request["output_length"])
+            try:
                 ids = [int(block) for block in request.get("hash_ids", ())]
-                at_ms, outputs = int(request["timestamp"]), int(request["output_length"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}:{number}: {error!r}") from None
+            except (TypeError, ValueError, OverflowError):
+                raise ConfigError(f"{where}: hash_ids: not a list of whole numbers; correct or remove it") from None
             shared = 0
             while shared < len(ids) and ids[shared] in seen:
                 shared += 1
             seen.update(ids)
             rows.append((at_ms, inputs, outputs, min(shared * BLOCK_TOKENS, inputs)))
+    if not rows:
+        raise ConfigError(f"{path}: no request in it; add one JSON object per line")
     table = np.array(sorted(rows, key=lambda row: row[0]), dtype=np.int64).reshape(-1, 4)
     return Conversations(
         table[:, 0], table[:, 1].astype(np.int32), table[:, 2].astype(np.int32), table[:, 3].astype(np.int32)

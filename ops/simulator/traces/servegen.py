@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -26,6 +27,7 @@ import numpy.typing as npt
 
 from ops.simulator.traces.columns import merge, one_model, text
 from ops.simulator.traces.draws import FAMILIES, GAMMA, WEIBULL, lengths, renewals, stream
+from ops.simulator.traces.limits import RATE_RPS_MAX, TOKENS_MAX
 from ops.simulator.types import Trace
 from subjects.errors import ConfigError
 
@@ -220,7 +222,7 @@ def read_directory(directory: Path, until_s: float = DAY_S) -> ServeGenModel:
         if dataset.exists():
             rows.extend(_dataset_rows(client, json.loads(dataset.read_bytes()), until_s))
     if not cells:
-        raise ConfigError(f"{directory}: no chunk-*-trace.csv with a rate above 0")
+        raise ConfigError(f"{directory}: a directory without a chunk-*-trace.csv with a rate above 0; name a file")
     return build(directory.name, cells, rows)
 
 
@@ -229,7 +231,10 @@ def _cells(path: Path, client: int, lines: Iterable[list[str]], until_s: float) 
         try:
             start_s, rate, cv, family = float(line[0]), float(line[1]), float(line[2] or 1), line[3].strip().lower()
         except (IndexError, ValueError) as error:
-            raise ConfigError(f"{path}:{number}: want start,rate,cv,family,...: {error}") from None
+            raise ConfigError(f"{path}:{number}: want start,rate,cv,family,...: {error}; correct this line") from None
+        for name, value, most in (("start", start_s, math.inf), ("rate", rate, RATE_RPS_MAX), ("cv", cv, math.inf)):
+            if not (math.isfinite(value) and 0 <= value <= most):
+                raise ConfigError(f"{path}:{number}: {name}: {value} is not from 0 to {most}; correct this line")
         if start_s < until_s and rate > 0:
             yield _Cell(client, int(start_s // CELL_S), rate, cv, WEIBULL if family == FAMILIES[WEIBULL] else GAMMA)
 
@@ -249,6 +254,8 @@ def _quantiles(distribution: str | dict[Any, float]) -> list[int]:
     ordered = sorted((float(value), float(weight)) for value, weight in pairs.items())
     values = np.array([value for value, _ in ordered])
     cumulated = np.cumsum([weight for _, weight in ordered])
+    if not pairs or not np.isfinite(cumulated[-1]) or not 0 <= values[0] <= values[-1] <= TOKENS_MAX:
+        raise ValueError(f"a distribution of tokens that are not from 0 to {TOKENS_MAX}, or without any")
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES * cumulated[-1]
     found = values[np.minimum(np.searchsorted(cumulated, places), len(values) - 1)]
     return [int(value) for value in np.rint(found)]
