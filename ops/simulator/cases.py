@@ -100,6 +100,11 @@ def build(case: Case) -> Workload:
         made = replace(made, windows=tuple(replace(w, end_s=min(w.end_s, w.begin_s + cut_s)) for w in made.windows))
     if case.trace:
         _check_measured(case, made)
+        if not case.gpus and made.pool.devices > GPUS_MAX:
+            raise ConfigError(
+                f"--trace {case.trace}: its busiest minutes ask for a pool of {made.pool.devices} GPUs, at most {GPUS_MAX} "
+                "are simulated; correct its token counts, give a lower --load, or the pool's size with --gpus"
+            )
     if case.warm_s is not None or case.cold_s is not None:
         warm_s = made.ladder.warm_s if case.warm_s is None else case.warm_s
         cold_s = max(warm_s, made.ladder.cold_s) if case.cold_s is None else case.cold_s

@@ -460,6 +460,15 @@ def test_a_trace_of_which_nothing_would_be_measured_is_refused(tmp_path: Path, r
         build(check(Case(workload="r", trace=str(path), load=load)))
 
 
+def test_a_trace_that_asks_for_more_gpus_than_are_simulated_is_refused(tmp_path: Path) -> None:
+    """One request of the most tokens would be a pool of 334,416 GPUs; with --gpus it is what the user says."""
+    path = tmp_path / "r.jsonl"
+    path.write_text(ours() + ours(at_s=101.0, output_tokens=limits.TOKENS_MAX))
+    with pytest.raises(ConfigError, match=r"^--trace .*r\.jsonl: its busiest minutes ask for a pool of 334416 GPUs.*--gpus"):
+        build(check(Case(workload="r", trace=str(path))))
+    assert build(check(Case(workload="r", trace=str(path), gpus=8))).pool.devices == 8
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
