@@ -157,12 +157,16 @@ def _table(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    from ops.simulator.suite import plan, run_suite, scalars
+    from ops.simulator.suite import plan, process_count, run_suite, scalars
     from subjects.errors import ConfigError
 
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: its directory is not there; make it, or give another path")
     planned = plan(cases, policies, seed, ablations=ablations, plots=html is not None)
+    if len(planned) > 1:
+        hint = "; the oracle takes most of the time, --policy chooses" if any(p.policy == "oracle" for p in planned) else ""
+        runs = f"{len(planned)} runs, {process_count(jobs, len(planned))} at once, the longest first"
+        click.echo(f"simulate: {runs}{hint}", err=True)
     with _progress(len(planned)) as told:
         table = run_suite(planned, processes=jobs, told=told)
     print_rows(table)
