@@ -393,6 +393,8 @@ class SchedulerCore:
         try:
             decision = policy.decide(now_s, self.views.build(now_s))
         except (ArithmeticError, ValueError, LookupError, TypeError) as error:
+            if not self.settings.outlives_policy:
+                raise
             self._policy_failed(now_s, error, out)
             return
         next_look_s = decision.next_look_s if decision.next_look_s is not None else math.inf

@@ -88,6 +88,8 @@ class SchedulerSettings:
     dead_replicas_max: int = 1000
     policy_look_s: float = 0.2
     """The policy is asked at most this often, and at once when a model without replicas starts to wait."""
+    outlives_policy: bool = True
+    """A policy's mistake costs its decision, and people are told; False: it ends whoever asked, as a simulation should."""
     interrupts: bool = False
     """Whether a policy may interrupt answers that run: only where gateways let them go on elsewhere (REL-2). Else every stop
     drains."""

@@ -82,6 +82,7 @@ QUIET = SchedulerSettings(
     listen_s=0.0,
     listen_s_max=0.0,
     interrupts=True,
+    outlives_policy=False,
 )
 """Of a pool where nobody falls silent, a load may take as long as a ladder says, and an interrupted answer goes on elsewhere
 (REL-2: the cores and the engine can; the gateway's switch for it is still off by default)."""
