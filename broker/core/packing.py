@@ -20,7 +20,7 @@ TAKEOVERS_MAX = 16
 GROUPS_MAX = 70
 """Choices of a group's devices that are looked at for one replica that spans several,"""
 PLACES_MAX = 280
-"""and those of all groups together, but two of each."""
+"""and those of all groups together, but one of each, and its empty devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class Search:
             found.extend(place for place in others if layout.may_come((need, place)))
             return list(dict.fromkeys(found))
         names = [name for name in dict.fromkeys([*used, *(group for group, _ in empty)]) if name]
-        each = min(GROUPS_MAX, max(2, PLACES_MAX // max(1, len(names))))
+        each = min(GROUPS_MAX, max(1, PLACES_MAX // max(1, len(names)) - 1))
         for group in names:
             fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
             fresh.sort(key=lambda site: (layout.paid(site), site))
