@@ -42,12 +42,16 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class BusMessage:
-    """A core or kept message; ``reply`` is empty when nobody waits for an answer, ``sequence`` is 0 unless it is kept."""
+    """A core or kept message; ``reply`` is empty when nobody waits for an answer, ``sequence`` is 0 unless it is kept.
+
+    ``undelivered``: it is no answer but the server's word that nobody listened to what was posted with ``subject`` as reply.
+    """
 
     subject: str
     payload: bytes
     reply: str = ""
     sequence: int = 0
+    undelivered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,14 @@ class Bus(Protocol):
         Raises:
             BusUnavailable: not connected (nothing is buffered for later: what is late is wrong).
             PayloadTooLarge: checked before sending, since the server would drop the connection.
+        """
+
+    def post(self, subject: str, payload: bytes, *, reply: str = "") -> None:
+        """Like :meth:`publish`, without waiting: it goes out with all else that is posted in this turn of the event loop.
+
+        Raises:
+            BusUnavailable: not connected, or the server takes so little that too much waits already.
+            PayloadTooLarge: as for :meth:`publish`.
         """
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:

@@ -140,6 +140,12 @@ class MemoryBus:
         self._check(len(payload))
         self._hub.send(subject, payload)
 
+    def post(self, subject: str, payload: bytes, *, reply: str = "") -> None:
+        """See :meth:`subjects.bus.Bus.post`."""
+        self._check(len(payload))
+        if not self._hub.send(subject, payload, reply) and reply:
+            self._hub.send_undelivered(reply)
+
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         """See :meth:`subjects.bus.Bus.request`."""
         future = self._hub.clock.future()

@@ -202,6 +202,12 @@ class MemoryHub:
             self._hand_over(subject, lambda found=subscription: _give(found, message))  # type: ignore[misc]
         return self._keep(subject, payload) is not None or heard
 
+    def send_undelivered(self, subject: str) -> None:
+        """Tells whoever listens to the reply subject of a message that nobody got it."""
+        message = BusMessage(subject, b"", undelivered=True)
+        for subscription in self.listeners(subject):
+            self._hand_over(subject, lambda found=subscription: _give(found, message))  # type: ignore[misc]
+
     def send_back(self, subject: str, deliver: Callable[[], None]) -> None:
         """Hands a reply to its one waiter."""
         self._hand_over(subject, deliver)

@@ -10,7 +10,7 @@ from subjects.bus import BusMessage, KvEntry, QueuedTicket, QueueLimits, Stored
 from subjects.errors import BusError, QueueMissing
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
-from subjects.nats_connection import Connection, CoreSubscription, Inbound, Replies
+from subjects.nats_connection import NO_RESPONDERS, Connection, CoreSubscription, Inbound, Replies
 from subjects.nats_jetstream import EXPECTED_LAST_SEQUENCE, JetStream, kept_stream
 from subjects.nats_kv import KeyValue, KvWatch
 from subjects.nats_queue import NatsPuller, WorkQueue, consumer_config
@@ -93,6 +93,10 @@ class NatsBus:
         """See :meth:`subjects.bus.Bus.publish`."""
         await self._connection.publish(subject, payload)
 
+    def post(self, subject: str, payload: bytes, *, reply: str = "") -> None:
+        """See :meth:`subjects.bus.Bus.post`."""
+        self._connection.post(subject, payload, reply)
+
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
         """See :meth:`subjects.bus.Bus.request`."""
         return (await self._connection.request(subject, payload, timeout_s=timeout_s)).payload
@@ -116,7 +120,8 @@ class NatsBus:
         """See :meth:`subjects.bus.Bus.subscribe`."""
 
         def received(message: Inbound) -> None:
-            handler(BusMessage(message.subject, message.payload, message.reply))
+            undelivered = message.headers is not None and message.status == NO_RESPONDERS
+            handler(BusMessage(message.subject, message.payload, message.reply, undelivered=undelivered))
 
         return await self._connection.subscribe(subject, received, group=group)
 

@@ -11,12 +11,16 @@ nats-py does the protocol, authentication, TLS and the choice of servers. This m
 - nats-py takes a server for dead whose pongs wait behind a flood of messages. Here any message is a sign of life.
 - Messages go straight from the read loop to plain functions, with no queue and no task per subscription in between. What a
   slow handler does not take stays in the socket and in the server, so nothing is dropped here.
+- nats-py matches six regular expressions and copies a buffer per message. Ours cuts plain messages out of what was read, and
+  leaves all others, and what was read in part, to nats-py.
+- nats-py wakes a task for what is to be sent. Here all that is posted in one turn of the loop is one write at its end.
 - What was not written when the connection broke is dropped, and waiting requests fail at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ from nats.aio.client import Client, Srv
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.aio.transport import TcpTransport
 from nats.errors import Error as NatsError
+from nats.protocol.parser import AWAITING_CONTROL_LINE, AWAITING_MSG_PAYLOAD, Parser
 
 from subjects.errors import BusError, BusUnavailable, NoResponders, PayloadTooLarge, RequestTimeout, place_of
 from subjects.tasks import end_tasks
@@ -39,8 +44,15 @@ HANDSHAKE_TIMEOUT_S: Final = 2
 CLOSE_TIMEOUT_S: Final = 2.0
 REVIVE_INTERVAL_S: Final = 1.0
 PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
+SLOW_SERVER_BYTES: Final = 1024 * 1024
+"""From so much that the kernel did not take, who waits for a publish waits for the server."""
 FLUSH_TIMEOUT_S: Final = 2.0
 READ_BUFFER_BYTES: Final = 256 * 1024
+
+NO_RESPONDERS: Final = "503"
+"""The status with which the server answers a message with a reply subject that nobody listens to."""
+_BREAKS_A_LINE = re.compile(r"[\s\x00]")
+"""A subject with one of these would be read as a command of its own."""
 
 Headers = dict[str, str]
 Handler = Callable[["Inbound"], None]
@@ -76,11 +88,45 @@ class _AbortingTransport(TcpTransport):
         """Nothing to wait for after an abort."""
 
 
+class _Parser(Parser):
+    """nats-py's parser with a short way for plain messages that came whole."""
+
+    nc: _Client
+
+    async def parse(self, data: bytes = b"") -> None:
+        if self.state != AWAITING_CONTROL_LINE:
+            await super().parse(data)
+            return
+        if self.buf:  # a control line that came in part
+            data = bytes(self.buf) + data
+            self.buf.clear()
+        place, size = 0, len(data)
+        while place < size and data.startswith(b"MSG ", place):
+            line_end = data.find(b"\r\n", place)
+            if line_end < 0:
+                break
+            fields = data[place + 4 : line_end].split()
+            start = line_end + 2
+            end = start + int(fields[-1])
+            reply = fields[2] if len(fields) == 4 else b""
+            if end + 2 > size:
+                self.msg_arg = {"subject": fields[0], "sid": int(fields[1]), "reply": reply}
+                self.needed, self.header_needed, self.state = end - start, 0, AWAITING_MSG_PAYLOAD
+                place = start
+                break
+            self.nc.take(int(fields[1]), fields[0], reply, data[start:end], None)
+            place = end + 2
+        if place < size:
+            await super().parse(data[place:])
+
+
 class _Client(Client):
     """nats-py's client with the changes that this module's docstring lists."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._ps = _Parser(self)
+        self._flush_is_due = False
         self.handlers: dict[int, Handler] = {}
         self.registered: dict[int, NatsSubscription] = {}
         self.handler_errors = 0
@@ -103,7 +149,7 @@ class _Client(Client):
         await super()._process_op_err(e)
 
     async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
-        await self.write_all()
+        self.write_all()
         await super()._send_ping(future)
 
     async def _process_pong(self) -> None:
@@ -115,6 +161,10 @@ class _Client(Client):
                 future.set_result(True)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        self.take(sid, subject, reply, data, await self._process_headers(headers) if headers else None)
+
+    def take(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Headers | None) -> None:
+        """Hands a message to its handler."""
         # Whatever arrives proves that the server lives: under a flood its pong waits behind megabytes of messages.
         self._pings_outstanding = 0
         self.stats["in_msgs"] += 1
@@ -123,8 +173,7 @@ class _Client(Client):
         if handler is None:
             return
         try:
-            parsed = await self._process_headers(headers) if headers else None
-            handler(Inbound(subject.decode(), reply.decode(), data, parsed))
+            handler(Inbound(subject.decode(), reply.decode(), data, headers))
         except Exception as error:
             self.handler_errors += 1
             log.error("a handler of bus messages failed", error=place_of(error), failures=self.handler_errors)
@@ -177,7 +226,44 @@ class _Client(Client):
         if self.registered.pop(sid, None) is not None and self.is_connected:
             await self._send_unsubscribe(sid)
 
-    async def write_all(self) -> None:
+    def post(self, subject: str, payload: bytes, reply: str) -> None:
+        """Sends a message at the end of this turn of the loop.
+
+        Raises:
+            BusUnavailable: the server takes so little that too much waits already.
+            BusError: a malformed subject.
+        """
+        if not subject or _BREAKS_A_LINE.search(subject) or _BREAKS_A_LINE.search(reply):
+            raise BusError("malformed subject")
+        if self._pending_data_size + self.unwritten_bytes() > PENDING_BYTES_MAX:
+            raise BusUnavailable("the server reads too slowly")
+        head = f"PUB {subject} {reply} {len(payload)}\r\n" if reply else f"PUB {subject} {len(payload)}\r\n"
+        self._pending += (head.encode(), payload, b"\r\n")
+        self._pending_data_size += len(head) + len(payload) + 2
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(payload)
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        if self.is_connected:
+            self.write_all()
+
+    def unwritten_bytes(self) -> int:
+        """What the kernel did not take yet."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        return 0 if writer is None else writer.transport.get_write_buffer_size()
+
+    async def drain(self) -> None:
+        """Waits while much is unsent and the server reads too slowly."""
+        if self._pending_data_size > SLOW_SERVER_BYTES:
+            self.write_all()
+        if self._transport is not None and self.unwritten_bytes() > SLOW_SERVER_BYTES:
+            await self._transport.drain()  # type: ignore[no-untyped-call]
+
+    def write_all(self) -> None:
         """Hands everything that waits to the socket, in order."""
         if self._pending and self._transport:
             waiting, self._pending, self._pending_data_size = self._pending, [], 0
@@ -355,7 +441,7 @@ class Connection:
         client = self._client
         try:
             if client.is_connected:
-                await client.write_all()
+                client.write_all()
                 await client.flush(timeout=CLOSE_TIMEOUT_S)  # type: ignore[arg-type] # annotated int, used as seconds
         except (NatsError, OSError, TimeoutError):
             log.debug("the last bytes may not have reached the server")
@@ -403,11 +489,20 @@ class Connection:
         if size_bytes > self._client.max_payload:
             raise PayloadTooLarge(size_bytes, self._client.max_payload)
 
+    def post(self, subject: str, payload: bytes, reply: str = "") -> None:
+        """Sends a message at the end of this turn of the loop; what waits for a slow server is bounded."""
+        self.check(len(payload))
+        self._client.post(subject, payload, reply)
+
     async def publish(self, subject: str, payload: bytes, *, reply: str = "", headers: Headers | None = None) -> None:
-        """Sends a message."""
+        """Sends a message, and waits while the server reads too slowly."""
         self.check(len(payload))
         try:
-            await self._client.publish(subject, payload, reply, headers)
+            if headers is None:
+                self._client.post(subject, payload, reply)
+                await self._client.drain()
+            else:
+                await self._client.publish(subject, payload, reply, headers)
         except NatsError as error:
             raise _translated(error) from error
 
@@ -476,7 +571,7 @@ class Connection:
         waiter = self._waiting.get(message.subject.rpartition(".")[2])
         if waiter is None:
             return
-        if message.status == "503":
+        if message.status == NO_RESPONDERS:
             self._waiting.pop(message.subject.rpartition(".")[2], None)
             waiter.on_error(NoResponders("nobody listens there"))
         else:

@@ -72,6 +72,42 @@ async def test_published_messages_reach_matching_subscribers_in_order(backend: B
     assert rest == ["a.b.c"] * 100 + ["a.b"]
 
 
+async def test_posted_messages_keep_their_order_among_published_ones(backend: Backend, bus: Bus) -> None:
+    """A post waits for the end of its turn of the loop, and nothing overtakes it."""
+    other = await backend.connect()
+    heard: list[BusMessage] = []
+    await bus.subscribe("a.b", heard.append)
+    await bus.round_trip(timeout_s=5)
+    for index in range(100):
+        if index % 3:
+            other.post("a.b", b"%d" % index, reply="a.c" if index % 2 else "")
+        else:
+            await other.publish("a.b", b"%d" % index)
+    await until(lambda: len(heard) == 100)
+    replies = ["a.c" if index % 2 and index % 3 else "" for index in range(100)]
+    assert heard == [BusMessage("a.b", b"%d" % index, reply) for index, reply in enumerate(replies)]
+
+
+async def test_a_post_that_nobody_hears_comes_back(bus: Bus) -> None:
+    """Only with a reply subject, and at once: who posted need not wait for a silence to mean something."""
+    back: list[BusMessage] = []
+    await bus.subscribe("back.*", back.append)
+    await bus.round_trip(timeout_s=5)
+    bus.post("nobody.here", b"1")
+    bus.post("nobody.here", b"2", reply="back.2")
+    await until(lambda: len(back) == 1)
+    assert back == [BusMessage("back.2", b"", undelivered=True)]
+
+
+async def test_what_cannot_be_posted_is_said_at_once(bus: Bus) -> None:
+    """Too large, or not connected any more."""
+    with pytest.raises(PayloadTooLarge):
+        bus.post("s", bytes(bus.payload_bytes_max + 1))
+    await bus.close()
+    with pytest.raises(BusUnavailable):
+        bus.post("s", b"")
+
+
 async def test_of_a_group_one_member_gets_each_message(backend: Backend, bus: Bus) -> None:
     """A group shares the messages; a plain subscriber beside it still gets all."""
     seen: list[list[bytes]] = [[], [], []]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ops.servers import nats_server_binary
 from subjects.bus import KvEntry, QueuedTicket
@@ -16,6 +18,7 @@ from subjects.errors import BusError, BusUnavailable, RequestTimeout
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
 from subjects.nats_bus import NatsBus
+from subjects.nats_connection import _Client
 from subjects.tasks import end_tasks
 from tests.servers import NatsServer
 from tests.waiting import until
@@ -199,6 +202,58 @@ async def test_a_flood_on_a_slow_handler_loses_nothing(nats_server: NatsServer, 
     assert at_fast == list(range(count))
     for bus in (slow, fast, flooding):
         assert bus.counters()["reconnects"] == 0
+
+
+async def test_a_server_that_reads_nothing_is_not_posted_to_for_ever(nats_server: NatsServer, connect: Connect) -> None:
+    """What waits for it is bounded; the message that is too much is refused, not kept (PAINS L4)."""
+    bus = await connect(nats_server)
+    nats_server.freeze()
+    try:
+        with pytest.raises(BusUnavailable, match="reads too slowly"):
+            for _ in range(40):
+                bus.post("s", bytes(1024 * 1024))
+    finally:
+        nats_server.thaw()
+
+
+async def test_a_subject_cannot_smuggle_a_command(nats_server: NatsServer, connect: Connect) -> None:
+    """A line break in a subject would be read by the server as the next command."""
+    bus = await connect(nats_server)
+    for subject, reply in (("a b", ""), ("a\r\nPING", ""), ("", ""), ("a", "b c"), ("a", "b\nc")):
+        with pytest.raises(BusError, match="malformed subject"):
+            bus.post(subject, b"", reply=reply)
+    assert await bus.round_trip(timeout_s=5) >= 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([b"a.b", b"c"]), st.sampled_from([b"", b"r.1"]), st.binary(max_size=40), st.booleans())
+    ),
+    st.lists(st.integers(1, 30)),
+)
+@example([(b"c", b"", b"MSG a 1 2\r\n", False), (b"c", b"r.1", b"\r\n", True)], [1] * 200)
+def test_messages_are_the_same_however_they_are_cut(sent: list[tuple[bytes, bytes, bytes, bool]], cuts: list[int]) -> None:
+    """The short way through what was read and nats-py's own take turns at any byte."""
+    client = _Client()
+    heard: list[tuple[str, str, bytes, str]] = []
+    client.handlers[7] = lambda m: heard.append((m.subject, m.reply, m.payload, (m.headers or {}).get("k", "")))
+    stream = b""
+    for subject, reply, payload, headed in sent:
+        head = b"NATS/1.0\r\nk: v\r\n\r\n" if headed else b""
+        sizes = b"%d %d" % (len(head), len(head) + len(payload)) if headed else b"%d" % len(payload)
+        words = [b"HMSG" if headed else b"MSG", subject, b"7", *([reply] if reply else []), sizes]
+        stream += b" ".join(words) + b"\r\n" + head + payload + b"\r\n" + (b"+OK\r\n" if len(payload) % 2 else b"")
+
+    async def read() -> None:
+        place = 0
+        for size in [*cuts, len(stream)]:
+            await client._ps.parse(stream[place : place + size])
+            place += size
+
+    asyncio.run(read())
+    assert heard == [
+        (subject.decode(), reply.decode(), payload, "v" if headed else "") for subject, reply, payload, headed in sent
+    ]
 
 
 async def test_a_lost_consumer_is_made_again(nats_server: NatsServer, connect: Connect) -> None:
