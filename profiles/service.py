@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
@@ -24,6 +24,7 @@ API_VERSION = "llm.serving/v1"
 KIND = "ModelService"
 FILE_BYTES_MAX = 1 << 20
 DOCUMENTS_MAX = 256
+ADAPTERS_LISTED_MAX = 1024
 _DEPTH_MAX = 32
 
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,46}[A-Za-z0-9])?$"
@@ -34,6 +35,8 @@ RESERVED_NAMES = frozenset({"auto"})
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
+AdapterRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+"""The bounds that vLLM knows."""
 
 Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 Alias = Annotated[str, msgspec.Meta(pattern=ALIAS_PATTERN)]
@@ -137,17 +140,34 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     options: dict[Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}$")], str | int | float | bool] = {}
 
 
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter that clients name like a model.
+
+    ``source`` is a directory (relative to this file) with ``adapter_config.json`` and ``adapter_model.safetensors``, or the
+    id of one in the local Hugging Face cache; for ``openai_http`` the name that the server knows it by (absent: ``name``).
+    """
+
+    name: Name
+    source: Text | None = None
+    aliases: Annotated[tuple[Alias, ...], msgspec.Meta(max_length=32)] = ()
+
+
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``source`` is a directory (relative to this file), ``builtin:<model>``, or the base URL of a server.
 
     ``model`` is the model's own id, for ``openai_http`` the name that the server knows it by; absent: ``metadata.name``.
     ``tokenizer`` is a directory with tokenizer files, for openai_http and simulated. ``task`` is ``generate`` or ``embed``.
+    ``adapters`` may change while the model runs. A vLLM replica is started for ``adapters_max`` of them at once (absent: 4
+    where any are listed) with ranks up to ``adapters_rank_max``; whether there are any, and the rank, are part of the model.
     """
 
     model: Text | None = None
     source: Text | None = None
     tokenizer: Text | None = None
     task: Task = Task.GENERATE
+    adapters: Annotated[tuple[AdapterSpec, ...], msgspec.Meta(max_length=ADAPTERS_LISTED_MAX)] = ()
+    adapters_max: Annotated[int, msgspec.Meta(ge=0, le=256)] | None = None
+    adapters_rank_max: AdapterRank = 16
     version: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] = "1"
     sla: SlaSpec = SlaSpec()
     resources: Resources = Resources()
@@ -200,7 +220,7 @@ def parse_services(data: bytes, file: str = "<input>") -> list[ModelService]:
             continue  # an empty part between two '---' lines
         at = f"{place}: document {documents}"
         service = _service(document, at)
-        for name in (service.metadata.name, *service.metadata.aliases):
+        for name in _names(service):
             if name in first_places:
                 raise ConfigError(f"{at}: metadata: the name {name!r} is already used in {first_places[name]}; rename one")
             first_places[name] = f"document {documents}"
@@ -208,6 +228,13 @@ def parse_services(data: bytes, file: str = "<input>") -> list[ModelService]:
     if not services:
         raise ConfigError(f"{place}: no document found; start with 'apiVersion: {API_VERSION}' and 'kind: {KIND}'")
     return services
+
+
+def _names(service: ModelService) -> Iterable[str]:
+    """All names by which clients may ask for the model or one of its adapters."""
+    yield from (service.metadata.name, *service.metadata.aliases)
+    for adapter in service.spec.adapters:
+        yield from (adapter.name, *adapter.aliases)
 
 
 def json_schema() -> dict[str, Any]:
@@ -342,10 +369,15 @@ def _checked(service: ModelService, at: str) -> ModelService:
     def wrong(field: str, text: str) -> ConfigError:
         return ConfigError(f"{at}: {field}: {text}")
 
-    for field, names in (("metadata.name", (name,)), ("metadata.aliases", service.metadata.aliases)):
+    for field, names in (
+        ("metadata.name", (name,)),
+        ("metadata.aliases", service.metadata.aliases),
+        *((f"spec.adapters[{index}]", (each.name, *each.aliases)) for index, each in enumerate(spec.adapters)),
+    ):
         for one in names:
             if one.lower() in RESERVED_NAMES:
                 raise wrong(field, f"{one!r} is reserved (it lets the broker choose); choose another name")
+    _check_adapters(service, wrong)
     if strategy.min_replicas > strategy.max_replicas:
         raise wrong(
             "spec.strategy.min_replicas",
@@ -385,6 +417,29 @@ def _checked(service: ModelService, at: str) -> ModelService:
     return service
 
 
+def _check_adapters(service: ModelService, wrong: Callable[[str, str], ConfigError]) -> None:
+    spec = service.spec
+    seen = {service.metadata.name, *service.metadata.aliases}
+    for index, adapter in enumerate(spec.adapters):
+        field = f"spec.adapters[{index}]"
+        for one in (adapter.name, *adapter.aliases):
+            if one in seen:
+                raise wrong(field, f"the name {one!r} is already used for this model; choose another name")
+            seen.add(one)
+        if spec.engine.type is EngineType.VLLM:
+            if adapter.source is None:
+                raise wrong(f"{field}.source", "is missing; name the adapter's directory")
+            if "://" in adapter.source:
+                raise wrong(f"{field}.source", "is a URL; download the adapter and name its directory")
+    if spec.adapters and spec.adapters_max == 0:
+        raise wrong("spec.adapters_max", "is 0, but there are adapters; raise it or remove the adapters")
+    if spec.engine.type is EngineType.OPENAI_HTTP and spec.adapters_max is not None:
+        raise wrong("spec.adapters_max", "is not for openai_http, whose server loads its adapters; remove the field")
+    for option in spec.engine.options:
+        if option == "enable_lora" or option.startswith(("max_lora", "max_cpu_lora")):
+            raise wrong(f"spec.engine.options.{option}", "follows from spec.adapters_max and adapters_rank_max; remove it")
+
+
 _MESSAGE = re.compile(r"(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?", re.DOTALL)
 _ALLOWED: dict[str, str] = {
     "strategy.class": ", ".join(item.value for item in SlaClass),
@@ -393,6 +448,7 @@ _ALLOWED: dict[str, str] = {
     "task": ", ".join(item.value for item in Task),
     "engine.dtype": ", ".join(get_args(LoadDtype)),
     "supported_dtypes": ", ".join(get_args(Dtype)),
+    "adapters_rank_max": ", ".join(str(rank) for rank in get_args(AdapterRank)),
 }
 
 
@@ -440,11 +496,14 @@ def _explain(text: str, document: dict[str, Any]) -> str:
 
 
 def _known_fields(field: str) -> list[str]:
+    """Of the struct at ``field``, through mappings (``costs[...]``) and lists (``adapters[0]``)."""
     kind: Any = ModelService
-    for part in filter(None, field.removesuffix("[...]").split(".")):
-        kind = {info.encode_name: info.type for info in msgspec.structs.fields(kind)}[part]
-    if field.endswith("[...]"):
-        kind = get_args(kind)[1]
+    for part in filter(None, field.replace("[...]", "[*]").split(".")):
+        name, _, index = part.partition("[")
+        kind = {info.encode_name: info.type for info in msgspec.structs.fields(kind)}[name]
+        if index:
+            kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+            kind = get_args(kind)[1 if get_origin(kind) is dict else 0]
     return [info.encode_name for info in msgspec.structs.fields(kind)]
 
 

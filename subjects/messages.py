@@ -196,6 +196,22 @@ class RefusalReason(Enum):
     DEAD = "dead"
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter of a model: a model of its own for clients, a few more weights for the replicas of its base.
+
+    ``source`` is the directory with its files, or for ``openai_http`` the name that the server knows it by.
+    ``adapter_hash`` is of the files' content: an adapter of the same name with other files is another one. ``size_bytes``
+    and ``rank`` (the largest of its parts) are read from the files, and 0 where there are none.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+    adapter_hash: str
+    rank: int = 0
+    size_bytes: int = 0
+
+
 class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     """The request is yours: its body, or its token ids, and the tokens that the client already has.
 
@@ -213,6 +229,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     sent_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     max_tokens: int = 0
+    adapter: Adapter | None = None
+    """What answers in place of the base model; the replica loads it when it has not (only with part 0)."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
@@ -421,6 +439,11 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[str, StepCosts] = {}
     """By kind of device (``DeviceReport.device_type``), as measured or fitted; empty while nobody measured."""
     task: Task = Task.GENERATE
+    adapters: tuple[Adapter, ...] = ()
+    adapters_max: int = 0
+    """Adapters that one replica holds at once; 0: it is started without any."""
+    adapters_rank_max: int = 0
+    """The largest rank of an adapter that it takes."""
 
 
 # ------------------------------------------------------------------------------------------------------------ telemetry

@@ -349,6 +349,7 @@ class Replica:
                         sent_token_ids=grant.sent_token_ids,
                         cache_salt=grant.cache_salt,
                         max_tokens=grant.max_tokens or profile.max_tokens,
+                        adapter=grant.adapter,
                     )
                 )
             case AbortRequest(request, attempt):

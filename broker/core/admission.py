@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from profiles.costs import prefill_s
 from subjects.ids import ModelHash, RequestId, Tenant
-from subjects.messages import TASK_OF, Endpoint, ModelRecord, PoolModel, SlaClass, Task
+from subjects.messages import TASK_OF, Adapter, Endpoint, ModelRecord, PoolModel, SlaClass, Task
 
 _Key = TypeVar("_Key")
 
@@ -49,11 +49,25 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model as a gateway sees it now: its record, the digest's word on it, and replicas that are ready."""
+    """One model as a gateway sees it now: its record, the digest's word on it, and replicas that are ready.
+
+    With ``adapter`` it is that adapter of the model: the same queue and replicas under another name.
+    """
 
     record: ModelRecord
     pool: PoolModel | None = None
     replicas_ready: int = 0
+    adapter: Adapter | None = None
+
+    @property
+    def name(self) -> str:
+        """What the client is told, and what is counted."""
+        return self.record.name if self.adapter is None else self.adapter.name
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Its other names."""
+        return self.record.aliases if self.adapter is None else self.adapter.aliases
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import msgspec
 from broker.core.request_events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S
 from subjects.bus import Stored
 from subjects.ids import ReplicaId, RequestId
-from subjects.messages import Delta, Grant, RequestProfile, Sla, SlaClass
+from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
 
 GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 """A token id takes up to five bytes on the wire."""
@@ -92,9 +92,11 @@ class LiveRequest:
     wait_until_s: float
     deadline_s: float
     yields_at_s: float = inf
+    """When it can no longer meet its first-token target, and from then on waits behind those that can."""
     sla: Sla | None = None
     """Its model's targets."""
-    """When it can no longer meet its first-token target, and from then on waits behind those that can."""
+    adapter: Adapter | None = None
+    """What answers in place of the base model."""
     state: State | None = None
     attempt: int = 1
     publication: int = 0
@@ -212,6 +214,7 @@ class LiveRequest:
             sent_token_ids=self.start_token_ids if part == 0 else (),
             cache_salt=self.cache_salt,
             max_tokens=self.profile.max_tokens,
+            adapter=self.adapter if part == 0 else None,
         )
 
 

@@ -11,7 +11,19 @@ from math import inf
 
 from subjects.bus import Stored
 from subjects.ids import ModelKey, ReplicaId, RequestId
-from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, PoolDigest, RequestProfile, Sla, Ticket, Usage
+from subjects.messages import (
+    Adapter,
+    Back,
+    Claim,
+    ClaimReply,
+    Delta,
+    Frames,
+    PoolDigest,
+    RequestProfile,
+    Sla,
+    Ticket,
+    Usage,
+)
 
 HELD_EVERY_S = 0.2
 """How often each replica with requests of this gateway hears which ones are still wanted."""
@@ -77,7 +89,7 @@ class RequestSubmitted:
 
     ``body`` is the client's JSON. ``offer_to`` names a replica worth asking first (it holds the prefix). After
     ``yields_at_s`` it can no longer meet its first-token target, and waits behind those that can (ops/decisions/0009).
-    ``sla`` are its model's targets, by which its end is counted.
+    ``sla`` are its model's targets, by which its end is counted. ``adapter`` answers in place of the base model.
     """
 
     request: RequestId
@@ -90,6 +102,7 @@ class RequestSubmitted:
     offer_to: ReplicaId | None = None
     yields_at_s: float = inf
     sla: Sla | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,7 @@ class RequestCore:
             deadline_s=event.deadline_s,
             yields_at_s=event.yields_at_s,
             sla=event.sla,
+            adapter=event.adapter,
             waits_since_s=now_s,
         )
         self._live[event.request] = live

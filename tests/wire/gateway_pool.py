@@ -245,6 +245,7 @@ class ScriptedReplica:
             body=whole,
             cache_salt=parts[0].cache_salt,
             max_tokens=parts[0].max_tokens,
+            adapter=parts[0].adapter,
         )
 
     async def send_frames(self, ticket: Ticket, deltas: Sequence[Delta], gone: Sequence[Gone] = ()) -> None:

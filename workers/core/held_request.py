@@ -94,6 +94,7 @@ class HeldRequest:
             sent_token_ids=first.sent_token_ids,
             cache_salt=first.cache_salt,
             max_tokens=first.max_tokens,
+            adapter=first.adapter,
         )
 
     def fault_of(self, delta: Delta) -> str:

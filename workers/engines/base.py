@@ -12,7 +12,7 @@ from typing import Protocol
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Delta, Endpoint
+from subjects.messages import Adapter, Delta, Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class EngineRequest:
     sent_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     max_tokens: int = 0
+    adapter: Adapter | None = None
+    """The LoRA adapter that answers; None: the base model."""
 
 
 @dataclass(frozen=True, slots=True)
