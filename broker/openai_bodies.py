@@ -234,7 +234,7 @@ def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
         ApiError: status 400 with ``param`` where one field is at fault.
     """
     fields: ChatBody | CompletionBody | EmbeddingBody
-    fields, mapping = _decoded(_DECODERS[endpoint], raw)
+    fields, mapping = decoded(_DECODERS[endpoint], raw)
     if isinstance(fields, EmbeddingBody):
         _check_inputs(fields.input)
     else:
@@ -255,7 +255,7 @@ def parse_tokenize(raw: bytes) -> tuple[TokenizeBody, dict[str, Any]]:
         ApiError: status 400.
     """
     fields: TokenizeBody
-    fields, mapping = _decoded(_tokenize_decoder, raw)
+    fields, mapping = decoded(_tokenize_decoder, raw)
     if (fields.prompt is None) == (fields.messages is None):
         raise _refuse("prompt", "Give either 'prompt' or 'messages'.")
     if fields.continue_final_message and fields.add_generation_prompt:
@@ -277,11 +277,16 @@ def parse_detokenize(raw: bytes) -> DetokenizeBody:
     Raises:
         ApiError: status 400.
     """
-    body: DetokenizeBody = _decoded(_detokenize_decoder, raw)[0]
+    body: DetokenizeBody = decoded(_detokenize_decoder, raw)[0]
     return body
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> tuple[Any, dict[str, Any]]:
+def decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> tuple[Any, dict[str, Any]]:
+    """A body as the decoder's struct, and the whole of it as plain values.
+
+    Raises:
+        ApiError: status 400 with ``param`` where one field is at fault.
+    """
     try:
         if not raw.isascii():
             raw.decode("utf-8")  # msgspec skips over strings of unknown fields without looking at their encoding
