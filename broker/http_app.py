@@ -1,8 +1,8 @@
 """The HTTP face of the gateway: OpenAI's routes as raw ASGI, everything else in starlette (ING-1).
 
 The hot routes are plain ASGI functions, because a framework's request and response objects cost more than all our own
-work. A watcher per request listens for the client's disconnect from the moment the body is read: while tokens are counted,
-while the request is queued, while its model wakes, and during the answer, streamed or not (PAINS A1 to A3).
+work. A client that leaves is known of in the moment its connection ends: while tokens are counted, while the request is
+queued, while its model wakes, and during the answer, streamed or not (PAINS A1 to A3).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from broker import tokenizing
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import CONTENT_TYPE
 from broker.http_keys import ANYONE, ApiKeys, Caller
+from broker.http_protocol import CYCLE, HttpCycle
 from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, as_events, error_body, error_event, whole_answer
 from broker.openapi import document
 from subjects.errors import ApiError, place_of
@@ -54,8 +55,6 @@ BODY_READ_S_MAX = 60.0
 """A body that trickles in slower than this is refused (PAINS O7)."""
 DISCARDED_BYTES_MAX = 64 * 1024 * 1024
 """Read and thrown away of a body that is too large: a client that is still writing would not see our answer otherwise."""
-ABORT = "carpool.abort"
-"""Key of the ASGI scope: a function that drops the connection without waiting for its reader."""
 _JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 _SSE: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -119,7 +118,7 @@ class HttpApp:
         elif scope["method"] != "POST":
             await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")])
         else:
-            watch = _Watch(receive, scope.get(ABORT), self._options.unread_s_max)
+            watch = _Watch(scope[CYCLE], self._options.unread_s_max)
             try:
                 if endpoint is not None:
                     await self._completion(endpoint, caller, headers, watch, send)
@@ -140,7 +139,6 @@ class HttpApp:
             return
         except _ClientGone:
             return
-        watch.start()
         ask = Ask(endpoint=endpoint, body=body, tenant=caller.tenant, sla_class=caller.sla_class, headers=headers)
         try:
             exchange = await self._gateway.open(ask)
@@ -182,7 +180,13 @@ class HttpApp:
 
     async def _read_body(self, headers: dict[str, str], watch: _Watch) -> bytes:
         limit = self._options.body_bytes_max
+        whole = watch.cycle.body_now()
+        if whole is not None and len(whole) <= limit:
+            self._hold_body(watch, len(whole))
+            return whole
         too_large = ApiError(413, f"The request body is over the limit of {limit} bytes.", code="request_too_large")
+        if whole is not None:
+            raise too_large
         announced = headers.get("content-length", "")
         if announced.isdigit() and int(announced) > (limit if "expect" in headers else DISCARDED_BYTES_MAX):
             raise too_large
@@ -191,7 +195,7 @@ class HttpApp:
         try:
             async with asyncio.timeout(BODY_READ_S_MAX):
                 while True:
-                    message = await watch.receive()
+                    message = await watch.cycle.receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientGone
                     part: bytes = message.get("body", b"")
@@ -276,48 +280,27 @@ async def _whole(exchange: Exchange, send: Send) -> None:
 
 
 class _Watch:
-    """Watches one connection: for the client's disconnect once the body is read, and for an answer that nobody reads."""
+    """Watches one connection: for the client's disconnect, and for an answer that nobody reads."""
 
-    def __init__(self, receive: Receive, abort: Callable[[], None] | None, unread_s_max: float) -> None:
-        self.receive = receive
+    def __init__(self, cycle: HttpCycle, unread_s_max: float) -> None:
+        self.cycle = cycle
         self.body_bytes = 0
         """Of the request's body, as far as it is held."""
-        self._abort = abort
         self._unread_s_max = unread_s_max
-        self._exchange: Exchange | None = None
-        self._gone = False
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Begins to listen for the disconnect."""
-        self._task = asyncio.get_running_loop().create_task(self._listen())
 
     def follow(self, exchange: Exchange) -> None:
         """Leaves the exchange when the client goes, at once if it has gone already."""
-        self._exchange = exchange
         exchange.on_closed = self._answer_is_over
-        if self._gone:
+        self.cycle.on_gone = exchange.leave
+        if self.cycle.gone:
             exchange.leave()
 
     def stop(self) -> None:
         """The exchange over HTTP has ended."""
-        self._exchange = None
-        if self._task is not None:
-            self._task.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def _listen(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        if self._exchange is not None:
-            self._exchange.leave()
+        self.cycle.on_gone = None
 
     def _answer_is_over(self) -> None:
-        if self._abort is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._unread_s_max, self._abort)
+        self.cycle.drop_in(self._unread_s_max)
 
 
 # ---------------------------------------------------------------------------------------------------------- other routes

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from broker import http_server
+from broker import http_protocol
 from tests.servers import NatsServer
 from tests.wire.gateway_pool import Pool, open_pool, record
 
@@ -69,14 +69,14 @@ async def test_an_offer_to_change_protocols_is_passed_over(pool: Pool, offer: st
 
 async def test_headers_are_bounded_when_an_offer_is_among_them(pool: Pool) -> None:
     """The second reading of a head counts its bytes as the first does."""
-    padding = f"X-Padding: {'a' * http_server.HEADER_BYTES_MAX}\r\n"
+    padding = f"X-Padding: {'a' * http_protocol.HEADER_BYTES_MAX}\r\n"
     assert await statuses(pool, post(OFFER + padding), 1) == [400]
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: "])
 async def test_a_connection_that_asks_nothing_is_dropped(pool: Pool, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or with a head that never ends: it must not hold a descriptor for ever."""
-    monkeypatch.setattr(http_server, "HEAD_S_MAX", LATE_S)
+    monkeypatch.setattr(http_protocol, "HEAD_S_MAX", LATE_S)
     reader, writer = await asyncio.open_connection("127.0.0.1", pool.server.port)
     writer.write(sent)
     async with asyncio.timeout(WAIT_S_MAX):
@@ -89,7 +89,7 @@ async def test_a_connection_that_asks_nothing_is_dropped(pool: Pool, sent: bytes
 
 async def test_half_a_head_behind_an_answer_under_way_does_not_cut_it(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound on a head begins when somebody waits for it."""
-    monkeypatch.setattr(http_server, "HEAD_S_MAX", LATE_S)
+    monkeypatch.setattr(http_protocol, "HEAD_S_MAX", LATE_S)
     slow = record("slow")
     await pool.register(slow)
     asked = post().replace(b'"known"', b'"slow" ')
