@@ -62,6 +62,8 @@ class Exchange:
         self.replica: ReplicaId | None = None
         self.attempt = 0
         self.queue_wait_s: float | None = None
+        self.input_tokens = 0
+        """The gateway's own count of the prompt; the engine's comes with the end."""
         self.on_closed: Callable[[], None] | None = None
         """Called once, when nothing more will be pushed."""
         self._leave = leave

@@ -429,6 +429,7 @@ class Gateway:
         stream = body.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
         exchange = Exchange(request, head, stream=stream, leave=partial(self._client_left, request))
         exchange.model = view.record.name
+        exchange.input_tokens = profile.input_tokens
         if not own_name and body.model != AUTO:
             exchange.degraded_from = body.model
         deadline_s = self._deadline_s(ask, arrived_s)

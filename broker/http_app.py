@@ -26,6 +26,7 @@ from broker.http_keys import ANYONE, ApiKeys, Caller
 from broker.http_protocol import CYCLE, HttpCycle
 from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, as_events, error_body, error_event, whole_answer
 from broker.openapi import document
+from broker.other_apis import OTHER_APIS, OtherApi, Translation, translated
 from subjects.errors import ApiError, place_of
 from subjects.messages import Endpoint
 
@@ -103,39 +104,50 @@ class HttpApp:
             return
         path: str = scope["path"]
         headers = _headers(scope)
+        other = OTHER_APIS.get(path)
         caller = ANYONE
         if self._keys is not None and path not in OPEN_ROUTES:
             # Before routing: without a key, no path tells whether it exists (PAINS O1).
             try:
-                caller = self._keys.caller(headers.get("authorization", ""))
+                caller = self._keys.caller(headers.get("authorization", "") if other is None else other.key(headers))
             except ApiError as error:
-                await _send_error(send, error)
+                await _send_error(send, error, other=other)
                 return
-        endpoint = HOT_ROUTES.get(path)
-        here = ANSWERED_HERE.get(path)
+        endpoint = HOT_ROUTES.get(path) if other is None else other.endpoint
+        here = ANSWERED_HERE.get(path) if other is None else other.answer_here
         if endpoint is None and here is None:
             await self._rest(scope, receive, send)
         elif scope["method"] != "POST":
-            await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")])
+            await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")], other)
         else:
             watch = _Watch(scope[CYCLE], self._options.unread_s_max)
             try:
                 if endpoint is not None:
-                    await self._completion(endpoint, caller, headers, watch, send)
+                    await self._completion(endpoint, caller, headers, watch, send, other)
                 elif here is not None:
-                    await self._answer_here(here, headers, watch, send)
+                    await self._answer_here(here, headers, watch, send, other)
             finally:
                 self._forget_body(watch)
                 watch.stop()
 
     async def _completion(
-        self, endpoint: Endpoint, caller: Caller, headers: dict[str, str], watch: _Watch, send: Send
+        self,
+        endpoint: Endpoint,
+        caller: Caller,
+        headers: dict[str, str],
+        watch: _Watch,
+        send: Send,
+        other: OtherApi | None,
     ) -> None:
+        translation: Translation | None = None
         try:
             _check_content_type(headers)
             body = await self._read_body(headers, watch)
+            if other is not None and other.translate is not None:
+                translation = other.translate(body)
+                body = translation.chat
         except ApiError as error:
-            await _send_error(send, error)
+            await _send_error(send, error, other=other)
             return
         except _ClientGone:
             return
@@ -143,15 +155,17 @@ class HttpApp:
         try:
             exchange = await self._gateway.open(ask)
         except ApiError as error:
-            await _send_error(send, error)
+            await _send_error(send, error, other=other)
             return
         except Exception as error:
             log.error("a request could not be opened", error=place_of(error))
-            await _send_error(send, _internal_error())
+            await _send_error(send, _internal_error(), other=other)
             return
         watch.follow(exchange)
         try:
-            if exchange.stream:
+            if other is not None and translation is not None:
+                await self._translated(exchange, other, translation, send)
+            elif exchange.stream:
                 await self._stream(exchange, send)
             else:
                 await _whole(exchange, send)
@@ -164,17 +178,18 @@ class HttpApp:
         headers: dict[str, str],
         watch: _Watch,
         send: Send,
+        other: OtherApi | None,
     ) -> None:
         try:
             _check_content_type(headers)
             body = await answer(self._gateway, await self._read_body(headers, watch))
         except ApiError as error:
-            await _send_error(send, error)
+            await _send_error(send, error, other=other)
         except _ClientGone:
             pass
         except Exception as error:
             log.error("a request could not be answered", error=place_of(error))
-            await _send_error(send, _internal_error())
+            await _send_error(send, _internal_error(), other=other)
         else:
             await _send(send, 200, body, [_JSON])
 
@@ -259,6 +274,23 @@ class HttpApp:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
             if not more:
                 return
+
+    async def _translated(self, exchange: Exchange, other: OtherApi, translation: Translation, send: Send) -> None:
+        """The answer in another API's words; the same rules as for a chat."""
+        opened = False
+        options = self._options
+        try:
+            async for data, more in translated(exchange, translation, options.sse_open_after_s, options.keep_alive_s):
+                if not exchange.stream:
+                    await _send(send, 200, data, [_JSON, *_about(exchange, other)])
+                    return
+                if not opened:
+                    opened = True
+                    headers = _SSE + _about(exchange, other)
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except ApiError as error:
+            await _send_error(send, error, _about(exchange, other), other)
 
 
 async def _whole(exchange: Exchange, send: Send) -> None:
@@ -407,7 +439,7 @@ def _internal_error() -> ApiError:
     return ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
 
 
-def _about(exchange: Exchange) -> Headers:
+def _about(exchange: Exchange, other: OtherApi | None = None) -> Headers:
     """The headers that say who answered. All values are our own ids, numbers and configured names."""
     headers = [
         (b"x-carpool-request-id", exchange.request.encode()),
@@ -420,10 +452,12 @@ def _about(exchange: Exchange) -> Headers:
         headers.append((b"x-carpool-queue-wait-ms", str(round(exchange.queue_wait_s * 1000)).encode()))
     if exchange.degraded_from:
         headers.append((b"x-carpool-degraded-from", exchange.degraded_from.encode("utf-8", "replace")))
+    if other is not None and other.id_header:
+        headers.append((other.id_header, exchange.request.encode()))
     return headers
 
 
-async def _send_error(send: Send, error: ApiError, extra: Headers | None = None) -> None:
+async def _send_error(send: Send, error: ApiError, extra: Headers | None = None, other: OtherApi | None = None) -> None:
     headers = [_JSON, *(extra or [])]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
@@ -431,7 +465,8 @@ async def _send_error(send: Send, error: ApiError, extra: Headers | None = None)
         headers.append((b"connection", b"close"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await _send(send, error.status, error_body(error), headers)
+    body = error_body(error) if other is None else other.error_body(error)
+    await _send(send, error.status, body, headers)
 
 
 async def _send(send: Send, status: int, body: bytes, headers: Headers) -> None:

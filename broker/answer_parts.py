@@ -1,0 +1,184 @@
+"""An answer as a row of parts: reasoning, text and calls of tools, one after the other.
+
+Chat answers in OpenAI's shape mix these in one message. Other APIs number them and say when each begins and ends; what is
+here tells that apart, once for all of them and the same for streams and whole answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from subjects.messages import Delta
+
+_decode = msgspec.json.Decoder().decode
+
+
+class Kind(Enum):
+    """What a part is."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Part:
+    """One part, as far as it has come. ``texts`` of a call are its arguments, JSON in pieces."""
+
+    index: int
+    kind: Kind
+    name: str = ""
+    call_id: str = ""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    """Of a text, where they were asked for: entries as in a chat's ``logprobs.content``."""
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A part begins."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Grew:
+    """A part has more; ``logprobs`` belong to the tokens of ``text``."""
+
+    part: Part
+    text: str
+    logprobs: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A part is complete."""
+
+    part: Part
+
+
+Change = Opened | Grew | Closed
+
+
+class AnswerParts:
+    """Tells the parts of one choice apart. One part is open at a time.
+
+    Text that comes while a call is open waits for the call's end: some models write white space between the arguments.
+    """
+
+    def __init__(self, request: str) -> None:
+        self._request = request
+        self.parts: list[Part] = []
+        """All that were opened, in order."""
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._open: Part | None = None
+        self._calls: dict[int, Part] = {}
+        self._waiting: list[str] = []
+        self._logprobs: list[Any] = []
+
+    @property
+    def calls(self) -> list[Part]:
+        """The calls among the parts."""
+        return [part for part in self.parts if part.kind is Kind.CALL]
+
+    def add(self, deltas: Iterable[Delta]) -> list[Change]:
+        """What the next deltas change. Only choice 0 counts: these APIs know no other."""
+        changes: list[Change] = []
+        for delta in deltas:
+            if delta.choice != 0:
+                continue
+            detail = _detail(delta.detail) if delta.detail else {}
+            if detail:
+                self._keep_logprobs(detail)
+                reasoning = detail.get("reasoning") or detail.get("reasoning_content")
+                if isinstance(reasoning, str):
+                    self._write(changes, Kind.REASONING, reasoning)
+            if delta.text:
+                if self._open is not None and self._open.kind is Kind.CALL:
+                    self._waiting.append(delta.text)
+                else:
+                    self._write(changes, Kind.TEXT, delta.text)
+            calls = detail.get("tool_calls")
+            for piece in calls if isinstance(calls, list) else ():
+                if isinstance(piece, dict):
+                    self._call(changes, piece)
+            if delta.finish_reason is not None:
+                self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        return changes
+
+    def end(self) -> list[Change]:
+        """What the end of the answer changes."""
+        changes: list[Change] = []
+        self._close(changes)
+        return changes
+
+    def _keep_logprobs(self, detail: dict[str, Any]) -> None:
+        logprobs = detail.get("logprobs")
+        entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+        if isinstance(entries, list):
+            self._logprobs += entries
+
+    def _write(self, changes: list[Change], kind: Kind, text: str) -> None:
+        part = self._open
+        if part is None or part.kind is not kind:
+            self._close(changes)
+            part = self._begin(changes, Part(len(self.parts), kind))
+        logprobs: tuple[Any, ...] = ()
+        if kind is Kind.TEXT and self._logprobs:
+            logprobs = tuple(self._logprobs)
+            part.logprobs += logprobs
+        self._logprobs.clear()
+        part.texts.append(text)
+        changes.append(Grew(part, text, logprobs))
+
+    def _call(self, changes: list[Change], piece: dict[str, Any]) -> None:
+        place = piece.get("index")
+        place = place if isinstance(place, int) else len(self._calls)
+        function = piece.get("function")
+        function = function if isinstance(function, dict) else {}
+        name, arguments = function.get("name"), function.get("arguments")
+        part = self._calls.get(place)
+        if part is None:
+            self._close(changes)
+            given = piece.get("id")
+            call_id = given if isinstance(given, str) and given else f"call_{self._request}_{place}"
+            part = Part(len(self.parts), Kind.CALL, name if isinstance(name, str) else "", call_id)
+            self._calls[place] = self._begin(changes, part)
+        if isinstance(arguments, str) and arguments:
+            part.texts.append(arguments)
+            changes.append(Grew(part, arguments))
+
+    def _begin(self, changes: list[Change], part: Part) -> Part:
+        self.parts.append(part)
+        self._open = part
+        changes.append(Opened(part))
+        return part
+
+    def _close(self, changes: list[Change]) -> None:
+        part, self._open = self._open, None
+        if part is not None:
+            changes.append(Closed(part))
+        if self._waiting:
+            text = "".join(self._waiting)
+            self._waiting.clear()
+            self._write(changes, Kind.TEXT, text)
+            self._close(changes)
+
+
+def _detail(raw: bytes) -> dict[str, Any]:
+    try:
+        detail = _decode(raw)
+    except msgspec.DecodeError:
+        return {}  # A replica's mistake must not break the stream of its text.
+    return detail if isinstance(detail, dict) else {}
