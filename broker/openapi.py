@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from broker.anthropic_bodies import CountTokensBody, MessagesBody
 from broker.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from broker.responses_bodies import ResponsesBody
 from broker.tokenizing import DetokenizeAnswer, TokenizeAnswer
 from subjects.messages import Task
 
@@ -62,6 +64,53 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     bus: str | None = None
 
 
+class MessagesErrorFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every answer of Anthropic's routes that is no success."""
+
+    type: str
+    error: MessagesErrorFields
+
+
+_MESSAGE = {
+    "type": "object",
+    "required": ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": {"type": "string"},
+        "content": {"type": "array", "items": {"type": "object"}},
+        "stop_reason": {"type": ["string", "null"]},
+        "stop_sequence": {"type": ["string", "null"]},
+        "usage": {"type": "object"},
+    },
+}
+_MESSAGE_TOKENS = {
+    "type": "object",
+    "required": ["input_tokens"],
+    "properties": {"input_tokens": {"type": "integer"}},
+}
+_RESPONSE = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "model", "status", "output", "usage"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "response"},
+        "created_at": {"type": "integer"},
+        "model": {"type": "string"},
+        "status": {"enum": ["completed", "incomplete"]},
+        "incomplete_details": {"type": ["object", "null"]},
+        "output": {"type": "array", "items": {"type": "object"}},
+        "usage": {"type": ["object", "null"]},
+    },
+}
 _COMPLETION = {
     "type": "object",
     "required": ["id", "object", "created", "model", "choices"],
@@ -119,6 +168,7 @@ class _Described:
     streams: bool = False
     open: bool = False
     errors: tuple[int, ...] = ()
+    error: type[msgspec.Struct] = ErrorBody
 
 
 _POOL_ERRORS = (400, 404, 408, 413, 415, 429, 500, 502, 503, 504)
@@ -131,6 +181,15 @@ ROUTES: dict[str, _Described] = {
     "/v1/chat/completions": _Described("Chat", ChatBody, "Completion", streams=True, errors=_POOL_ERRORS),
     "/v1/completions": _Described("Completion", CompletionBody, "Completion", streams=True, errors=_POOL_ERRORS),
     "/v1/embeddings": _Described("One vector for each input", EmbeddingBody, "Embeddings", errors=_POOL_ERRORS),
+    "/v1/messages": _Described(
+        "Anthropic's messages", MessagesBody, "Message", streams=True, errors=_POOL_ERRORS, error=MessagesErrorBody
+    ),
+    "/v1/messages/count_tokens": _Described(
+        "How long a prompt is", CountTokensBody, "MessageTokens", errors=_HERE_ERRORS, error=MessagesErrorBody
+    ),
+    "/v1/responses": _Described(
+        "OpenAI's responses, of which none is stored", ResponsesBody, "Response", streams=True, errors=_POOL_ERRORS
+    ),
     "/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,
     "/v1/tokenize": _TOKENIZE,
@@ -152,9 +211,9 @@ def document() -> bytes:
 
 
 def _document() -> dict[str, Any]:
-    structs: set[type[msgspec.Struct]] = {ErrorBody}
+    structs: set[type[msgspec.Struct]] = set()
     for route in ROUTES.values():
-        structs |= {kind for kind in (route.body, route.answer) if isinstance(kind, type)}
+        structs |= {kind for kind in (route.body, route.answer, route.error) if isinstance(kind, type)}
     kinds = sorted(structs, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     for schema in schemas.values():
@@ -172,9 +231,15 @@ def _document() -> dict[str, Any]:
                 "Completion": _COMPLETION,
                 "Embedding": _EMBEDDING,
                 "Embeddings": _EMBEDDINGS,
+                "Message": _MESSAGE,
+                "MessageTokens": _MESSAGE_TOKENS,
+                "Response": _RESPONSE,
                 "Usage": _USAGE,
             },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -183,7 +248,11 @@ def _operation(path: str, route: _Described) -> dict[str, Any]:
     content: dict[str, Any] = {route.media: _schema_of(route)}
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    failed = {"description": "OpenAI's error shape", "content": {"application/json": _reference("ErrorBody")}}
+    whose = "Anthropic" if route.error is MessagesErrorBody else "OpenAI"
+    failed = {
+        "description": f"{whose}'s error shape",
+        "content": {"application/json": _reference(route.error.__name__)},
+    }
     responses: dict[str, Any] = {"200": {"description": "Success", "content": content}}
     if path == "/ready":
         responses["503"] = {"description": "Not now", "content": content}
@@ -192,6 +261,8 @@ def _operation(path: str, route: _Described) -> dict[str, Any]:
     operation: dict[str, Any] = {"summary": route.summary, "responses": responses}
     # A gateway without a file of keys asks for none.
     operation["security"] = [] if route.open else [{"key": []}, {}]
+    if whose == "Anthropic":
+        operation["security"].insert(1, {"x-api-key": []})
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": _reference(route.body.__name__)}}
     if "{name}" in path:

@@ -132,13 +132,9 @@ class ResponseWriter:
                     fields["logprobs"] = logprobs
                 return self._event(f"{name}.delta", place | fields)
             case Closed():
-                match part.kind:
-                    case Kind.TEXT:
-                        fields = {"text": part.text, "logprobs": part.logprobs}
-                    case Kind.REASONING:
-                        fields = {"text": part.text}
-                    case Kind.CALL:
-                        fields = {"arguments": part.text, "name": part.name}
+                fields = {"arguments": part.text, "name": part.name} if part.kind is Kind.CALL else {"text": part.text}
+                if part.kind is Kind.TEXT:
+                    fields["logprobs"] = part.logprobs
                 events = self._event(f"{name}.done", place | fields)
                 if part.kind is not Kind.CALL:
                     done = _content(part, part.text, part.logprobs)

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from broker.http_app import ANSWERED_HERE, HOT_ROUTES, OPEN_ROUTES
 from broker.openai_bodies import WITHHELD_FIELDS, ChatBody
+from broker.other_apis import OTHER_APIS
 from tests.servers import NatsServer
 from tests.wire.gateway_pool import Pool, open_pool, record
 
@@ -38,7 +39,7 @@ async def described(pool: Pool) -> dict[str, Any]:
 
 async def test_every_route_answered_is_described_and_the_other_way_round(pool: Pool, described: dict[str, Any]) -> None:
     """The tables that requests are routed by hold exactly the paths and methods of the document."""
-    answered = {(path, "post") for path in (*HOT_ROUTES, *ANSWERED_HERE)}
+    answered = {(path, "post") for path in (*HOT_ROUTES, *ANSWERED_HERE, *OTHER_APIS)}
     for route in pool.app._rest.routes:
         assert isinstance(route, Route) and route.methods == {"GET", "HEAD"}
         answered.add((route.path.replace(":path}", "}"), "get"))
@@ -72,11 +73,12 @@ async def test_schemas_are_those_that_check_bodies(described: dict[str, Any]) ->
 
 
 async def test_an_error_has_the_described_shape(pool: Pool, described: dict[str, Any]) -> None:
-    """Exactly the keys of ``ErrorBody``."""
+    """Exactly the keys of ``ErrorBody``; where the API is Anthropic's, of its own."""
     schemas = described["components"]["schemas"]
-    answer = (await pool.http.post("/v1/chat/completions", json={})).json()
-    assert set(answer) == set(schemas["ErrorBody"]["required"])
-    assert set(answer["error"]) == set(schemas["ErrorFields"]["required"])
+    for path, prefix in (("/v1/chat/completions", ""), ("/v1/responses", ""), ("/v1/messages", "Messages")):
+        answer = (await pool.http.post(path, json={})).json()
+        assert set(answer) == set(schemas[f"{prefix}ErrorBody"]["required"])
+        assert set(answer["error"]) == set(schemas[f"{prefix}ErrorFields"]["required"])
 
 
 async def test_models_have_the_described_shape(pool: Pool, described: dict[str, Any]) -> None:
