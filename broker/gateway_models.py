@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import structlog
 
@@ -13,7 +14,7 @@ from subjects.bus import KvEntry
 from subjects.codec import decode
 from subjects.errors import ApiError, CarpoolError, DecodeError
 from subjects.ids import ModelHash
-from subjects.messages import ModelRecord, PoolDigest, PoolModel, ReplicaState
+from subjects.messages import Adapter, ModelRecord, PoolDigest, PoolModel, ReplicaState
 
 TOKENIZER_RETRY_S = 5.0
 """A tokenizer that did not load is tried again after this time, not for every request."""
@@ -22,11 +23,14 @@ log = structlog.get_logger(__name__)
 
 
 class ModelTable:
-    """Names and aliases to models. A name always wins over an alias; of two equal aliases the first model by name."""
+    """Names and aliases to models and their adapters.
+
+    A name always wins over an alias, and a model over an adapter; of two equal ones the first model by name.
+    """
 
     def __init__(self) -> None:
         self._records: dict[str, ModelRecord] = {}
-        self._aliases: dict[str, str] = {}
+        self._others: dict[str, tuple[str, Adapter | None]] = {}
         self._pool: dict[ModelHash, PoolModel] = {}
         self._states: dict[ModelHash, list[ReplicaState]] = {}
         self._tokenizers = Tokenizers()
@@ -35,13 +39,29 @@ class ModelTable:
     # ---- what is known
 
     def resolve(self, name: str) -> ModelView | None:
-        """The model of that name or alias."""
-        record = self._records.get(name) or self._records.get(self._aliases.get(name, ""))
-        return None if record is None else self._view(record)
+        """The model or adapter of that name or alias."""
+        record = self._records.get(name)
+        if record is not None:
+            return self._view(record)
+        other = self._others.get(name)
+        return None if other is None else self._view(self._records[other[0]], other[1])
+
+    def adapter_of(self, view: ModelView, name: str) -> ModelView | None:
+        """The adapter of that name or alias of the view's model, whichever of the two the view is of."""
+        for adapter in view.record.adapters:
+            if name == adapter.name or name in adapter.aliases:
+                return replace(view, adapter=adapter)
+        return None
 
     def views(self) -> list[ModelView]:
         """All models by name."""
         return [self._view(self._records[name]) for name in sorted(self._records)]
+
+    def adapters(self) -> list[ModelView]:
+        """All adapters that can be asked for by name, by name."""
+        views = (self._view(self._records[model], adapter) for model, adapter in self._others.values() if adapter)
+        found = {view.name: view for view in views if view.name not in self._records}
+        return [found[name] for name in sorted(found)]
 
     def state(self, record: ModelRecord) -> str:
         """One word for people: the best state of its replicas, ``refused``, or ``unloaded``."""
@@ -49,9 +69,9 @@ class ModelTable:
         refused = pool is not None and bool(pool.refusal)
         return model_state(self._states.get(record.model_hash, []), refused=refused)
 
-    def _view(self, record: ModelRecord) -> ModelView:
+    def _view(self, record: ModelRecord, adapter: Adapter | None = None) -> ModelView:
         states = self._states.get(record.model_hash, [])
-        return ModelView(record, self._pool.get(record.model_hash), states.count(ReplicaState.READY))
+        return ModelView(record, self._pool.get(record.model_hash), states.count(ReplicaState.READY), adapter)
 
     # ---- what arrives
 
@@ -68,9 +88,18 @@ class ModelTable:
             self._records[record.name] = record
         known = {record.model_hash for record in self._records.values()}
         self._broken = {model: broken for model, broken in self._broken.items() if model in known}
-        self._aliases = {
-            alias: name for name in sorted(self._records, reverse=True) for alias in self._records[name].aliases
-        }
+        self._others = {}
+        records = [self._records[name] for name in sorted(self._records)]
+        for record in records:
+            for adapter in record.adapters:
+                self._others.setdefault(adapter.name, (record.name, adapter))
+        for record in records:
+            for alias in record.aliases:
+                self._others.setdefault(alias, (record.name, None))
+        for record in records:
+            for adapter in record.adapters:
+                for alias in adapter.aliases:
+                    self._others.setdefault(alias, (record.name, adapter))
 
     def digest_changed(self, digest: PoolDigest) -> None:
         """A new word of the scheduler."""

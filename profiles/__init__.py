@@ -4,6 +4,7 @@ Contract of this folder:
 
 - ``service.py``    ``ModelService`` YAML in, checked structs out; every error is one line with its remedy; JSON Schema
 - ``record.py``     ``build_record``: a checked service plus the files on disk become a ``ModelRecord``; ``verify_record``
+- ``adapters.py``   LoRA adapters of a model: read, compared with the base, verified at load
 - ``hashing.py``    weights hash and model hash (PRO-3), a cache of file digests, verification at load
 - ``capacity.py``   arithmetic from ``config.json`` and safetensors headers: bytes, KV per token, pages, lanes
 - ``registry.py``   the registry of models in SQLite (PRO-2)

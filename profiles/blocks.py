@@ -15,9 +15,13 @@ HASH_BYTES = 16
 """Length of one block hash."""
 
 
-def tenant_salt(tenant: str) -> bytes:
-    """A salt of 16 bytes, so that two tenants never share a block hash."""
-    return hashlib.blake2b(b"carpool-tenant\0" + tenant.encode(), digest_size=HASH_BYTES).digest()
+def tenant_salt(tenant: str, adapter_hash: str = "") -> bytes:
+    """A salt of 16 bytes, so that two tenants never share a block hash, nor two adapters of a model, nor one and its base.
+
+    ``adapter_hash`` is the hex digest of a LoRA adapter's content: KV that it computed is that of no other weights.
+    """
+    state = hashlib.blake2b(b"carpool-tenant\0" + tenant.encode(), digest_size=HASH_BYTES, key=adapter_hash[:64].encode())
+    return state.digest()
 
 
 def chain_hashes(token_ids: Sequence[int], block_size: int, salt: bytes = b"", parent: bytes = b"") -> list[bytes]:

@@ -41,7 +41,7 @@ def cpu_overhead_bytes(weights_bytes: int) -> int:
 
 
 _HEADER_BYTES_MAX = 100 << 20  # the format's own limit
-_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _FLOATING = frozenset({"F32", "F16", "BF16"})
 _SCALED_IN_CONFIG = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "default"})
 """RoPE kinds whose ``max_position_embeddings`` already has the scaling in it, as the engine reads them."""
@@ -57,7 +57,7 @@ class Weights:
 
     def loaded_bytes(self, dtype: str) -> int:
         """Bytes in memory when loaded as ``dtype`` (float32, bfloat16, float16); quantized tensors keep their size."""
-        return self.floating * _DTYPE_BYTES[dtype] + self.other_bytes
+        return self.floating * DTYPE_BYTES[dtype] + self.other_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +83,37 @@ def read_weights(directory: Path) -> Weights:
     """
     parameters = floating = other_bytes = 0
     for path in weight_files(directory):
-        for dtype, count, stored_bytes in _tensors(path):
+        for tensor in read_tensors(path):
+            count = math.prod(tensor.shape)
             parameters += count
-            if dtype in _FLOATING:
+            if tensor.dtype in _FLOATING:
                 floating += count
             else:
-                other_bytes += stored_bytes
+                other_bytes += tensor.stored_bytes
     return Weights(parameters, floating, other_bytes)
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Data type, parameters and bytes of each tensor."""
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of a safetensors header; ``dtype`` as it is written there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stored_bytes: int
+
+    @property
+    def keeps_its_shape(self) -> bool:
+        """Whether the shape is that of the matrix: not of one packed by a quantization."""
+        return self.dtype in _FLOATING or self.dtype.startswith("F8")
+
+
+def read_tensors(path: Path) -> Iterator[Tensor]:
+    """The tensors of one safetensors file, from its header.
+
+    Raises:
+        ConfigError: one line naming the file, which is no such file or not all of it.
+    """
     try:
         size_bytes = path.stat().st_size
         with path.open("rb") as file:
@@ -111,7 +131,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, int, int]]:
             ):
                 raise ValueError("its header is wrong")
             end_max = max(end_max, end)
-            yield entry["dtype"], math.prod(shape), end - start
+            yield Tensor(name, entry["dtype"], tuple(shape), end - start)
         if 8 + header_bytes + end_max != size_bytes:
             raise ValueError(f"it has {size_bytes} bytes and should have {8 + header_bytes + end_max}")
     except OSError as error:
@@ -188,7 +208,7 @@ def resolve_dtype(config: Mapping[str, Any], wanted: str) -> str:
 def kv_bytes_per_token(shape: Shape, dtype: str) -> int:
     """2 x layers x kv_heads x head_dim x bytes; with latent attention layers x latent x bytes."""
     values = shape.latent_dim if shape.latent_dim else 2 * shape.kv_heads * shape.head_dim
-    return shape.layers * values * _DTYPE_BYTES[dtype]
+    return shape.layers * values * DTYPE_BYTES[dtype]
 
 
 def kv_signature(shape: Shape, dtype: str, weights_hash: str, config: Mapping[str, Any], block_size: int) -> str:

@@ -14,7 +14,7 @@ from profiles.blocks import chain_head, tenant_salt
 from profiles.capacity import lane_of, pages_for
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
-from subjects.messages import Endpoint, EngineType, ModelRecord, RequestKind, RequestProfile, SlaClass
+from subjects.messages import Adapter, Endpoint, EngineType, ModelRecord, RequestKind, RequestProfile, SlaClass
 
 COMPLETION_TOKENS_DEFAULT = 16
 """What OpenAI's completions route generates when the body names no ``max_tokens``."""
@@ -84,7 +84,7 @@ class BodyFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """What a request brings beside its body. ``sla_class`` None means: the model's class."""
+    """What a request brings beside its body. ``sla_class`` None means: the model's class; ``adapter`` answers for it."""
 
     tenant: Tenant
     deadline_unix_s: float
@@ -93,6 +93,7 @@ class RequestContext:
     chain_id: str = ""
     environment: str = "production"
     kind: RequestKind = RequestKind.INFERENCE
+    adapter: Adapter | None = None
 
 
 # -------------------------------------------------------------------------------------------------------------- fields
@@ -244,7 +245,8 @@ def build_profile(
         pages = pages_for(longest, record.block_size)  # one input after another, and nothing is kept of those before
     head, blocks = b"", 0
     if len(prompts) == 1:
-        head, blocks = chain_head(prompts[0], record.block_size, tenant_salt(context.tenant))
+        salt = tenant_salt(context.tenant, context.adapter.adapter_hash if context.adapter is not None else "")
+        head, blocks = chain_head(prompts[0], record.block_size, salt)
     return RequestProfile(
         model_hash=record.model_hash,
         endpoint=endpoint,
@@ -256,11 +258,11 @@ def build_profile(
         stream=fields.stream,
         temperature=fields.temperature,
         top_p=fields.top_p,
-        n=fields.n,
+        n=fields.n * (max(1, len(prompts)) if endpoint is Endpoint.COMPLETIONS else 1),
         stop_count=len(fields.stop),
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
-        adapter=fields.adapter,
+        adapter=context.adapter.name if context.adapter is not None else fields.adapter,
         structured=fields.structured,
         tools=fields.tools,
         priority=fields.priority,

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from profiles import capacity, hashing
+from profiles import adapters, capacity, hashing
 from profiles.paths import models_dir
 from profiles.service import ModelService
 from profiles.sizes import parse_size
 from subjects.errors import ConfigError, EngineError
 from subjects.ids import ModelHash
-from subjects.messages import EngineType, ModelRecord, Task
+from subjects.messages import Adapter, EngineType, ModelRecord, Task
 
 Progress = Callable[[str], None]
 
@@ -61,7 +61,9 @@ def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
     directory = Path(record.source)
     hashing.verify(directory, record.weights_hash, trust_cache=trust_cache)
     try:
-        found = _files_hash(directory, record.weights_hash, record.dtype, record.engine_options, record.task)
+        found = _files_hash(
+            directory, record.weights_hash, record.dtype, record.engine_options, _kind(record.task, _rank_of(record))
+        )
     except ConfigError as error:
         raise EngineError(str(error)) from None
     if found != record.model_hash:
@@ -111,9 +113,13 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory}: no tokenizer.json; save the model's fast tokenizer there")
     weights_bytes = weights.loaded_bytes(dtype)
+    tensors = [tensor for path in hashing.weight_files(directory) for tensor in capacity.read_tensors(path)]
+    slots = adapters.adapters_max(service)
+    rank = spec.adapters_rank_max if slots else 0
+    slot_bytes = adapters.adapter_bytes(tensors, rank, dtype)
     return _record(
         service,
-        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, spec.task),
+        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, _kind(spec.task, rank)),
         weights_hash=weights_hash,
         kv_signature=capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size),
         source=str(directory),
@@ -122,17 +128,22 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         weights_bytes=weights_bytes,
         per_token=per_token,
         kv_bytes=kv_bytes,
-        overhead_bytes=capacity.cpu_overhead_bytes(weights_bytes),
+        overhead_bytes=capacity.cpu_overhead_bytes(weights_bytes) + slots * adapters.HELD_TIMES * slot_bytes,
         context_len=context_len,
         random_weights=_is_random(directory),
+        adapters_of=adapters.build_adapters(service, base_dir, tensors, progress),
     )
 
 
 def _files_hash(
-    directory: Path, weights_hash: str, dtype: str, options: Mapping[str, str | int | float | bool], task: Task
+    directory: Path,
+    weights_hash: str,
+    dtype: str,
+    options: Mapping[str, str | int | float | bool],
+    kind: Mapping[str, str | int],
 ) -> ModelHash:
     tokenizer_hash = hashing.tokenizer_hash(directory, str(options.get("chat_template", "")))
-    variant = {"dtype": dtype, "options": options, **_task(task)}
+    variant = {"dtype": dtype, "options": options, **kind}
     return hashing.directory_model_hash(directory, weights_hash, tokenizer_hash, variant)
 
 
@@ -145,7 +156,7 @@ def _server_record(service: ModelService, base_dir: Path) -> ModelRecord:
     options = dict(engine.options)
     if spec.model:
         options.setdefault("model", spec.model)
-    parameters = {"url": url, "model": options.get("model", service.metadata.name), **_task(spec.task)}
+    parameters = {"url": url, "model": options.get("model", service.metadata.name), **_kind(spec.task)}
     model_hash = hashing.parameters_hash("openai_http", parameters)
     return _record(
         service,
@@ -155,6 +166,7 @@ def _server_record(service: ModelService, base_dir: Path) -> ModelRecord:
         tokenizer=_tokenizer_directory(service, base_dir),
         weights_bytes=int((spec.resources.baseline_memory_gb or 0) * 10**9),
         context_len=engine.max_context_len,
+        adapters_of=adapters.build_adapters(service, base_dir, ()),
         options=options,
     )
 
@@ -184,7 +196,7 @@ def _simulated_record(service: ModelService, base_dir: Path) -> ModelRecord:
         "block": engine.block_size,
         "dtype": engine.dtype,
         "options": options,
-        **_task(spec.task),
+        **_kind(spec.task),
     }
     model_hash = hashing.parameters_hash("simulated", parameters)
     return _record(
@@ -199,6 +211,7 @@ def _simulated_record(service: ModelService, base_dir: Path) -> ModelRecord:
         kv_bytes=_kv_bytes(service, sizes["kv_bytes_per_token"], context_len),
         overhead_bytes=sizes["overhead_bytes"],
         context_len=context_len,
+        adapters_of=adapters.build_adapters(service, base_dir, ()),
         options=options,
     )
 
@@ -218,6 +231,7 @@ def _record(
     kv_bytes: int = 0,
     overhead_bytes: int = 0,
     random_weights: bool = False,
+    adapters_of: tuple[Adapter, ...] = (),
     options: dict[str, str | int | float | bool] | None = None,
 ) -> ModelRecord:
     spec, engine, strategy = service.spec, service.spec.engine, service.spec.strategy
@@ -268,12 +282,24 @@ def _record(
         gpus=spec.resources.gpus,
         costs={kind: costs.as_message() for kind, costs in sorted(spec.resources.costs.items())},
         task=spec.task,
+        adapters=adapters_of,
+        adapters_max=adapters.adapters_max(service),
+        adapters_rank_max=spec.adapters_rank_max if adapters.adapters_max(service) else 0,
     )
 
 
-def _task(task: Task) -> dict[str, str]:
-    """What a model hash has of it: nothing for models that generate, whose hashes are older than the field."""
-    return {} if task is Task.GENERATE else {"task": task.value}
+def _kind(task: Task, adapters_rank: int = 0) -> dict[str, str | int]:
+    """What a model hash has of it: nothing for models that generate without adapters, whose hashes are older.
+
+    Which adapters there are is no part of it, so that they may come and go while replicas run. Whether there may be any is,
+    and their rank: an engine is built for that, so its replicas are others.
+    """
+    kind: dict[str, str | int] = {} if task is Task.GENERATE else {"task": task.value}
+    return kind | {"adapters_rank_max": adapters_rank} if adapters_rank else kind
+
+
+def _rank_of(record: ModelRecord) -> int:
+    return record.adapters_rank_max if record.adapters_max else 0
 
 
 def _tokenizer_directory(service: ModelService, base_dir: Path) -> Path | None:
