@@ -149,8 +149,17 @@ class ChunkWriter:
         self, index: int, content: dict[str, Any], choice_keys: dict[str, Any], finish: Delta | None = None
     ) -> bytes:
         end = {"finish_reason": None} if finish is None else _finish(finish)
-        choice = {"index": index, "delta": content, "logprobs": None, **choice_keys, **end}
+        choice = {"index": index, "delta": content, "logprobs": None, **_whole_logprobs(choice_keys), **end}
         return self._open + _encode(choice) + self._close
+
+
+def _whole_logprobs(choice_keys: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's reference requires both lists of a chat's log probabilities, null where there is none."""
+    logprobs = choice_keys.get("logprobs")
+    if isinstance(logprobs, dict):
+        for name in ("content", "refusal"):
+            logprobs.setdefault(name, None)
+    return choice_keys
 
 
 def _finish(delta: Delta) -> dict[str, Any]:
@@ -222,6 +231,7 @@ class WholeAnswer:
                 message["tool_calls"] = [choice.tool_calls[place] for place in sorted(choice.tool_calls)]
                 message["content"] = text or None
             fields["message"] = message
+            _whole_logprobs(choice.keys)
         else:
             fields["text"] = text
         fields |= {"logprobs": None, **choice.keys, "finish_reason": choice.finish_reason}

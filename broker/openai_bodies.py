@@ -18,6 +18,8 @@ from subjects.errors import ApiError
 from subjects.messages import Endpoint
 
 CHOICES_MAX = 16
+PROMPT_CHOICES_MAX = 128
+"""Choices of one request for completions: ``n`` for each of its prompts."""
 STOP_STRINGS_MAX = 16
 LOGIT_BIAS_ENTRIES_MAX = 1024
 MESSAGES_MAX = 4096
@@ -28,9 +30,10 @@ INPUTS_MAX = 2048
 DIMENSIONS_MAX = 1 << 16
 DETOKENIZED_MAX = 1 << 20
 """Token ids that are turned back into text at once."""
-WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params")
+WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params", "ec_transfer_params")
 """``cache_salt`` decides whose cached prefixes a request may reuse, so the gateway sets it by tenant (PAINS O3);
-``request_id`` must be ours (J10); ``kv_transfer_params`` would let a client name hosts to fetch KV from."""
+``request_id`` must be ours (J10); ``kv_transfer_params`` and ``ec_transfer_params`` would let a client name hosts to fetch
+KV and encodings of media from."""
 
 _Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)] | None
 _TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None
@@ -91,6 +94,7 @@ class BaseBody(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Raw | UnsetType = UNSET
     request_id: Raw | UnsetType = UNSET
     kv_transfer_params: Raw | UnsetType = UNSET
+    ec_transfer_params: Raw | UnsetType = UNSET
 
 
 class CommonBody(BaseBody, frozen=True, kw_only=True):
@@ -128,6 +132,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: str | list[str | _TokenId | list[_TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -195,6 +200,11 @@ class ParsedBody:
     def n(self) -> int:
         """How many choices the client asked for."""
         return (self.fields.n if isinstance(self.fields, CommonBody) else None) or 1
+
+    @property
+    def choices(self) -> int:
+        """How many choices the answer has: ``n`` for each prompt, prompt by prompt."""
+        return self.n * (_prompts(self.fields.prompt) if isinstance(self.fields, CompletionBody) else 1)
 
     @property
     def max_tokens(self) -> int | None:
@@ -307,7 +317,7 @@ def decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> tuple[Any, dict[s
 def _invalid_field(text: str) -> ApiError:
     path = _PATH.search(text)
     missing = _MISSING.search(text)
-    where = path["path"] if path else ""
+    where = path["path"].removesuffix("[...]") if path else ""
     if missing:
         where = f"{where}.{missing['field']}" if where else missing["field"]
         return ApiError(400, f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
@@ -324,6 +334,8 @@ def _refuse(param: str, message: str) -> ApiError:
 def _check_combinations(fields: ChatBody | CompletionBody) -> None:
     if fields.stream_options is not None and not fields.stream:
         raise _refuse("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
+    if fields.stop == "" or (isinstance(fields.stop, list) and "" in fields.stop):
+        raise _refuse("stop", "Invalid value for 'stop': an empty string would stop everywhere.")
     for token in fields.logit_bias or ():
         if not token.isascii() or not token.isdigit():
             raise _refuse("logit_bias", "Invalid value for 'logit_bias': keys must be token ids.")
@@ -356,16 +368,22 @@ def _is_data_url(link: Any) -> bool:
 
 def _check_prompt(fields: CompletionBody) -> None:
     prompt = fields.prompt
-    if isinstance(prompt, str):
-        return
-    if not prompt:
-        raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
-    if all(isinstance(token, int) for token in prompt):
-        return
-    if len(prompt) > 1:
-        raise _refuse("prompt", "Only one prompt per request is served here: send several requests.")
-    if isinstance(prompt[0], list) and not prompt[0]:
-        raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
+    if isinstance(prompt, list):
+        if len({type(one) for one in prompt}) > 1:
+            raise _refuse("prompt", "Invalid value for 'prompt': strings, token ids and lists of them cannot be mixed.")
+        if not prompt or any(one == [] for one in prompt):
+            raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
+    choices = _prompts(prompt) * (fields.n or 1)
+    if choices > PROMPT_CHOICES_MAX:
+        message = (
+            f"Prompts times 'n' may be at most {PROMPT_CHOICES_MAX} in one request, not {choices}: send several requests."
+        )
+        raise _refuse("prompt", message)
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> int:
+    """How many prompts it holds: a list of token ids is one."""
+    return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
 
 def _check_inputs(inputs: str | list[str | int | list[int]]) -> None:

@@ -66,6 +66,8 @@ MESSAGES = st.lists(
 )
 @example(Endpoint.CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": 7}}]}, None)
 @example(Endpoint.COMPLETIONS, {"prompt": [[2**32]]}, None)
+@example(Endpoint.COMPLETIONS, {"prompt": ["a", "b"], "n": 3}, None)
+@example(Endpoint.COMPLETIONS, {"prompt": [[1], [2, 3]]}, None)
 @example(Endpoint.EMBEDDINGS, {"input": [[2**32]]}, None)
 def test_any_body_is_profiled_or_a_400(endpoint: Endpoint, fields: dict[str, Any], messages: Any) -> None:
     """The whole way from bytes to a profile raises nothing but our own error, and that one is the client's fault."""
@@ -78,10 +80,10 @@ def test_any_body_is_profiled_or_a_400(endpoint: Endpoint, fields: dict[str, Any
     except ApiError as error:
         assert error.status == 400 and error.message
     else:
-        assert profile.n == parsed.n and profile.stream == parsed.stream
+        assert profile.n == parsed.choices and profile.stream == parsed.stream
         assert profile.tools == parsed.tools and profile.structured == parsed.structured
-        assert len(prompts) >= 1 and (profile.max_tokens >= 1) == (endpoint is not Endpoint.EMBEDDINGS)
-        assert len(prompts) == 1 or endpoint is Endpoint.EMBEDDINGS
+        assert profile.max_tokens >= (endpoint is Endpoint.CHAT)
+        assert len(prompts) * parsed.n == parsed.choices or endpoint is Endpoint.EMBEDDINGS
 
 
 @settings(max_examples=200, deadline=None)
@@ -99,7 +101,8 @@ def test_what_the_engine_gets_is_the_clients_bytes() -> None:
     """Byte for byte, spaces and number formats included, unless a withheld field must go; escaped names are found too."""
     raw = b'{ "model": "m", "messages": [{"role":"user","content":"x"}], "top_k": 1.50e1,\n"unknown": {"a": null} }'
     assert parse_body(Endpoint.CHAT, raw).raw == raw
-    hidden = raw.replace(b'"top_k"', b'"cache\\u005fsalt": "x", "request_id": 1, "kv_transfer_params": {}, "top_k"')
+    others = b'"request_id": 1, "kv_transfer_params": {}, "ec_transfer_params": {"a": 1}'
+    hidden = raw.replace(b'"top_k"', b'"cache\\u005fsalt": "x", ' + others + b', "top_k"')
     cleaned = parse_body(Endpoint.CHAT, hidden)
     assert json.loads(cleaned.raw) == json.loads(raw) == cleaned.mapping
     assert b"1.50e1" in cleaned.raw
@@ -153,3 +156,52 @@ def test_what_a_body_asks_for(
     parsed = parse_body(Endpoint.CHAT, json.dumps(CHAT | fields).encode())
     assert (parsed.stream, parsed.include_usage, parsed.max_tokens, parsed.n) == (stream, usage, max_tokens, n)
     assert (parsed.tools, parsed.structured) == (tools, structured)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "choices"),
+    [
+        ("a", None, 1),
+        ("a", 3, 3),
+        ([1, 2, 3], 2, 2),
+        (["a"], 1, 1),
+        (["a", "b", "c"], 2, 6),
+        ([[1], [2, 3]], 3, 6),
+        (["a"] * 128, 1, 128),
+    ],
+)
+def test_each_prompt_has_its_choices(prompt: Any, n: int | None, choices: int) -> None:
+    """Several prompts are served in one request; a list of token ids is one prompt (ING-1)."""
+    parsed = parse_body(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt, "n": n}).encode())
+    assert parsed.choices == choices
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], ["a", [1]], [1, [1]], ["a"] * 129, ["a", "", 5]])
+def test_prompts_that_are_none(prompt: Any) -> None:
+    """Empty ones, mixed ones and too many are a 400 that names the field."""
+    with pytest.raises(ApiError) as caught:
+        parse_body(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt}).encode())
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"n": 17}, "n"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    """``param`` is a field of the body as the client wrote it, whatever part of it is wrong (J5)."""
+    with pytest.raises(ApiError) as caught:
+        parse_body(Endpoint.CHAT, json.dumps(CHAT | fields).encode())
+    assert (caught.value.status, caught.value.param) == (400, param)

@@ -131,7 +131,8 @@ class VllmEngine(FixedEngine):
     # ------------------------------------------------------------------------------------------------- on the event loop
 
     async def _admit(self, request: EngineRequest) -> None:
-        from workers.engines.vllm_openai import Refused, refused
+        from workers.engines.vllm_openai import refused
+        from workers.engines.vllm_refusals import Refused
 
         layer = self._layer
         if layer is None:
@@ -255,7 +256,8 @@ class VllmEngine(FixedEngine):
             action()
 
     def _add(self, answer: Answer | EmbeddingAnswer) -> None:
-        from workers.engines.vllm_openai import job_name, prime_continuation, refusal
+        from workers.engines.vllm_openai import job_name, prime_continuation
+        from workers.engines.vllm_refusals import refusal
 
         rendered = answer.rendered
         names = []
@@ -273,7 +275,7 @@ class VllmEngine(FixedEngine):
             for name in names:
                 self._jobs.pop(name, None)
             self._engine.abort_request(names)
-            self._call(self._outbox.put, [answer.fail(refusal(error))])
+            self._call(self._outbox.put, [answer.fail(refusal(error, rendered.request))])
 
     def _add_probe(self, probe: _Probe, tokens: int) -> None:
         from workers.engines.vllm_openai import probe_parameters, probe_prompt

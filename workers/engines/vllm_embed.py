@@ -16,7 +16,8 @@ from subjects.errors import EngineError
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
 from workers.core.embeddings import EncodingFormat, embedding_deltas, write_vector
 from workers.engines.base import EngineRequest
-from workers.engines.vllm_openai import Prompt, Refused, Rendered, refusal, refused
+from workers.engines.vllm_openai import Prompt, Rendered, refused
+from workers.engines.vllm_refusals import Refused, refusal
 
 
 class EmbeddingLayer:
@@ -53,7 +54,7 @@ class EmbeddingLayer:
         except Refused:
             raise
         except Exception as error:
-            raise Refused(refusal(error)) from None
+            raise Refused(refusal(error, request)) from None
 
 
 class EmbeddingAnswer:

@@ -229,7 +229,8 @@ class VllmGpuEngine(FixedEngine):
         return probed_tokens(last)
 
     async def _run(self, request: EngineRequest) -> None:
-        from workers.engines.vllm_openai import Refused, job_name, refused
+        from workers.engines.vllm_openai import job_name, refused
+        from workers.engines.vllm_refusals import Refused
 
         layer = self._layer
         if layer is None:
@@ -263,7 +264,7 @@ class VllmGpuEngine(FixedEngine):
     async def _generate(self, answer: Answer, index: int, prompt: Prompt, name: str) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        from workers.engines.vllm_openai import refusal
+        from workers.engines.vllm_refusals import refusal
 
         if prompt.rendered_ids:
             self._to_prime[name] = (prompt.rendered_ids, answer.rendered.request.sent_token_ids)
@@ -278,4 +279,4 @@ class VllmGpuEngine(FixedEngine):
             self._die()
         except Exception as error:
             if not answer.ended:
-                self._outbox.put([answer.fail(refusal(error))])
+                self._outbox.put([answer.fail(refusal(error, answer.rendered.request))])

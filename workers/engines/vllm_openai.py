@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import ValidationError
 from tokenizers.decoders import DecodeStream
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionNamedToolChoiceParam,
@@ -25,7 +24,6 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
@@ -39,21 +37,11 @@ from profiles.tokenizer import DEFAULT_CHAT_TEMPLATE
 from subjects.errors import EngineError
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Task, Usage
 from workers.engines.base import EngineRequest
-
-MESSAGE_CHARS_MAX = 2000
-"""A refusal is told to a client; vLLM's can quote a whole schema."""
+from workers.engines.vllm_refusals import Refused, bad_request, check_extras, failure_of, refusal
 
 PROBE_TEXT = "Hello"
 
-_LAYER_OPTIONS = ("chat_template", "tool_call_parser", "reasoning_parser")
-
-
-class Refused(Exception):
-    """The request cannot run; ``failure`` is what the client is told."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+_LAYER_OPTIONS = ("chat_template", "tool_call_parser", "tool_strict_level", "reasoning_parser")
 
 
 def engine_arguments(record: ModelRecord) -> dict[str, Any]:
@@ -124,6 +112,11 @@ class Rendered:
     template_arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def scores_only(self) -> bool:
+        """Whether a completion asks for no token: an echo of its prompt, with the prompt's log probabilities."""
+        return self.request.endpoint is Endpoint.COMPLETIONS and vars(self.body)["max_tokens"] == 0
+
+    @property
     def exhausted(self) -> bool:
         """Whether this is a continuation whose tokens were all sent already."""
         return bool(self.request.sent_token_ids) and self.prompts[0].new_tokens_max == 0
@@ -139,6 +132,7 @@ class OpenAiLayer:
         if template is None and not getattr(tokenizer, "chat_template", None):
             template = DEFAULT_CHAT_TEMPLATE
         tool_parser = record.engine_options.get("tool_call_parser") or None
+        strict_level = str(record.engine_options.get("tool_strict_level") or "auto")
         reasoning_parser = record.engine_options.get("reasoning_parser") or ""
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -150,6 +144,7 @@ class OpenAiLayer:
             chat_template_content_format="auto",
             enable_auto_tools=tool_parser is not None,
             tool_parser=tool_parser,
+            tool_strict_level=strict_level,
             reasoning_parser=reasoning_parser,
         )
         client = SimpleNamespace(
@@ -166,6 +161,7 @@ class OpenAiLayer:
             reasoning_parser=reasoning_parser,
             enable_auto_tools=tool_parser is not None,
             tool_parser=tool_parser,
+            tool_strict_level=strict_level,
         )
         self.completion = OpenAIServingCompletion(client, None, online_renderer=self.online_renderer, request_logger=None)
 
@@ -176,14 +172,14 @@ class OpenAiLayer:
             Refused: the body or its parameters are not acceptable.
         """
         if request.endpoint is Endpoint.EMBEDDINGS:
-            raise Refused(_bad("this engine makes no embeddings", "model"))
+            raise Refused(bad_request("this engine makes no embeddings", "model"))
+        chat = request.endpoint is Endpoint.CHAT
         try:
-            render = self._render_chat if request.endpoint is Endpoint.CHAT else self._render_completion
-            return Answer(self, await render(request))
+            return Answer(self, await (self._render_chat if chat else self._render_completion)(request))
         except Refused:
             raise
         except Exception as error:
-            raise Refused(refusal(error)) from None
+            raise Refused(refusal(error, request)) from None
 
     async def _render_chat(self, request: EngineRequest) -> Rendered:
         body = ChatCompletionRequest.model_validate_json(request.body)
@@ -193,7 +189,7 @@ class OpenAiLayer:
             body.kv_transfer_params = {"prompt_token_ids": list(request.prompt_token_ids)}
         result = await self.online_renderer.render_chat(body)
         if isinstance(result, ErrorResponse):
-            raise Refused(_failure_of(result))
+            raise Refused(failure_of(result, request))
         body.kv_transfer_params = None
         conversation, engine_inputs = result
         # max_tokens is deprecated for chats, and says so in a warning when it is read as an attribute.
@@ -218,7 +214,7 @@ class OpenAiLayer:
             body.prompt = list(request.prompt_token_ids)
         result = await self.online_renderer.render_completion(body)
         if isinstance(result, ErrorResponse):
-            raise Refused(_failure_of(result))
+            raise Refused(failure_of(result, request))
         return Rendered(
             request=request,
             body=body,
@@ -303,7 +299,7 @@ class Answer:
             choice = part.index + prompt_index * self.rendered.choices_per_prompt
             if self._finished[choice]:
                 continue
-            if part.finish_reason == "error":
+            if part.finish_reason in ("error", "abort"):
                 return [*deltas, self.fail(self._generation_failure())]
             delta = self._delta(choice, prompt_index, output, part)
             if delta is not None:
@@ -348,11 +344,15 @@ class Answer:
         finish_reason: str | None = part.finish_reason
         if self._chat:
             text, finish_reason = self._chat_delta(choice, output, part, detail)
-        elif rendered.body.logprobs is not None and part.logprobs is not None:
+        elif rendered.scores_only:
+            token_ids, text = (), ""  # vLLM generates one token, which nobody asked for.
+        if not self._chat and rendered.body.logprobs is not None and part.logprobs is not None:
             detail["logprobs"] = self._completion_logprobs(choice, prompt_index, output, part)
         if not self._echoed[choice]:
             self._echoed[choice] = True
-            text = rendered.echo_text[prompt_index] + (text if vars(rendered.body)["max_tokens"] != 0 else "")
+            text = rendered.echo_text[prompt_index] + text
+        if finish_reason == "repetition":
+            finish_reason = "stop"  # OpenAI's clients know no such reason; the client's own parameter asked for this end.
         first_token_index = self._next_index[choice]
         self._next_index[choice] += len(token_ids)
         if finish_reason is not None:
@@ -398,6 +398,9 @@ class Answer:
         if message is not None:
             if message.tool_calls:
                 self._tools_streamed[choice] = True
+                for call in message.tool_calls:
+                    if call.function is not None and call.function.name and call.function.arguments is None:
+                        call.function.arguments = ""  # As at OpenAI: the piece with the name has arguments too.
                 message = maybe_filter_parallel_tool_calls(
                     ChatCompletionResponseStreamChoice(index=choice, delta=message), body
                 ).delta
@@ -415,7 +418,7 @@ class Answer:
 
     def _completion_logprobs(self, choice: int, prompt_index: int, output: Any, part: Any) -> dict[str, Any]:
         body = self.rendered.body
-        token_ids, logprobs = list(part.token_ids), list(part.logprobs)
+        token_ids, logprobs = ([], []) if self.rendered.scores_only else (list(part.token_ids), list(part.logprobs))
         if not self._echoed[choice] and output.prompt_logprobs is not None:
             token_ids = [*output.prompt_token_ids, *token_ids]
             logprobs = [*output.prompt_logprobs, *logprobs]
@@ -513,38 +516,14 @@ def job_name(request: EngineRequest, prompt_index: int) -> str:
     return f"{request.request}.{request.attempt}.{prompt_index}"
 
 
-def refusal(error: Exception) -> Failure:
-    """What a client is told about an error that its request caused before it ran."""
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        location = [str(part) for part in first["loc"]]
-        message = f"{'.'.join(location)}: {first['msg']}" if location else first["msg"]
-        return Failure(
-            kind=FailureKind.BAD_REQUEST,
-            message=message[:MESSAGE_CHARS_MAX],
-            status=400,
-            param=location[0] if location else None,
-        )
-    return _failure_of(create_error_response(error))
-
-
-def _failure_of(response: Any) -> Failure:
-    error = response.error
-    bad = 400 <= error.code < 500 or error.code == 501
-    return Failure(
-        kind=FailureKind.BAD_REQUEST if bad else FailureKind.SICK,
-        message=error.message[:MESSAGE_CHARS_MAX],
-        status=400 if error.code == 501 else error.code,
-        param=error.param,
-    )
-
-
 def _check_body(body: Any, request: EngineRequest) -> None:
-    body.kv_transfer_params = None
-    if body.use_beam_search:
-        raise Refused(_bad("beam search is not offered", "use_beam_search"))
+    body.kv_transfer_params = body.ec_transfer_params = None
+    check_extras(body)
+    wanted = getattr(body.response_format, "json_schema", None)
+    if wanted is not None and wanted.json_schema is None:
+        raise Refused(bad_request("'json_schema' must hold a 'schema'", "response_format"))
     if request.sent_token_ids and (body.n or 1) != 1:
-        raise Refused(_bad("a request for several choices cannot be continued", "n"))
+        raise Refused(bad_request("a request for several choices cannot be continued", "n"))
 
 
 def _check_continuation(body: Any, params: Any) -> None:
@@ -560,11 +539,7 @@ def _check_continuation(body: Any, params: Any) -> None:
     }
     for name, present in wrong.items():
         if present:
-            raise Refused(_bad(f"a request with {name} cannot be continued", name))
-
-
-def _bad(message: str, param: str) -> Failure:
-    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400, param=param)
+            raise Refused(bad_request(f"a request with {name} cannot be continued", name))
 
 
 def _plain_text(content: Any) -> str:

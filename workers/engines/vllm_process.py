@@ -19,6 +19,8 @@ ENVIRONMENT = {
     "TORCH_LOGS": "-torch._library.triton",
     # Below errors vLLM logs configuration dumps at each start, and at debug level prompts.
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # The gateway takes so many; vLLM's own bound is OpenAI's, four.
+    "VLLM_MAX_STOP_STRINGS": "16",
     # Replicas share cores; pinning each of them to the same first cores would be worse than none.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
