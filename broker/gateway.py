@@ -206,7 +206,7 @@ class Gateway:
     async def _read_again(self) -> None:
         """Before a name is called unknown: it may have been applied a moment ago, and the news of it be on its way.
 
-        One read serves all who wait for one. It only adds; what changes and goes away the watch tells.
+        One read serves all who wait for one. It only adds, adapters too; what goes away the watch tells.
         """
         if self._reading_again is None or self._reading_again.done():
             self._reading_again = asyncio.get_running_loop().create_task(self._read_new_records())
@@ -220,7 +220,7 @@ class Gateway:
             entries = await self._bus.kv_entries(names.MODELS_BUCKET)
             if before == self._registry_changes:  # else the watch works, and knows better
                 for entry in entries:
-                    if self._models.resolve(entry.key) is None:
+                    if self._models.is_news(entry):
                         self._models.record_changed(entry.key, entry)
 
     # -------------------------------------------------------------------------------------------------- what is known
@@ -238,9 +238,10 @@ class Gateway:
             return "bus lost"
         return "" if self._registry_read else "starting"
 
-    def model_states(self) -> list[tuple[str, str]]:
-        """``(name, state)`` of every known model, unloaded ones too (PAINS B3)."""
-        return [(view.record.name, self._models.state(view.record)) for view in self._models.views()]
+    def model_states(self) -> list[tuple[ModelView, str]]:
+        """Every known model, unloaded ones too (PAINS B3), then every adapter, with the state of its replicas."""
+        views = (*self._models.views(), *self._models.adapters())
+        return [(view, self._models.state(view.record)) for view in views]
 
     def record_of(self, name: str) -> ModelRecord | None:
         """The record of a name or alias."""
@@ -254,11 +255,11 @@ class Gateway:
     def refresh_gauges(self) -> None:
         """Sets what is counted by looking, right before it is read."""
         metrics = self.metrics
-        waiting: dict[str, int] = {view.record.name: 0 for view in self._models.views()}
+        waiting: dict[str, int] = {view.name: 0 for view in (*self._models.views(), *self._models.adapters())}
         running = dict(waiting)
         for live in self._live.values():
             counts = running if live.granted else waiting
-            counts[live.view.record.name] = counts.get(live.view.record.name, 0) + 1
+            counts[live.view.name] = counts.get(live.view.name, 0) + 1
         metrics.waiting.clear()
         metrics.running.clear()
         for name, count in waiting.items():
@@ -285,7 +286,7 @@ class Gateway:
             self._refuse_when_unable()
             body = parse_body(ask.endpoint, ask.body)
             view, profile = await self._choose(ask, body, arrived_s)
-            model = view.record.name
+            model = view.name
             exchange = self._submit(ask, body, view, profile, arrived_s)
         except ApiError as error:
             self.metrics.requests.labels(model, str(error.status), ask.way).inc()
@@ -345,19 +346,24 @@ class Gateway:
 
     async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, RequestProfile]:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
-        if body.model != AUTO:
-            view = await self._named(body.model, arrived_s)
+        adapter = body.mapping.get("adapter")
+        adapter = adapter if isinstance(adapter, str) else ""
+        if body.model != AUTO or adapter:
+            view = await self._named(adapter or body.model, arrived_s)
+            if adapter and body.model != AUTO:  # most name an adapter as the model; here it stands beside its base (ING-3)
+                base = await self._named(body.model, arrived_s)
+                view = self._models.adapter_of(base, adapter) or _raise(unknown_model(adapter))
             unable = task_refusal(view.record, ask.endpoint)
             if unable is not None:
                 raise _api_error(unable)
             refusal = pool_refusal(view)
             if refusal is not None:
                 view = self._fallback_of(view) or _raise(refusal)
-            return view, await self._profile(ask, body, view.record, arrived_s)
+            return view, await self._profile(ask, body, view, arrived_s)
         wish = wish_of(ask, body)
         for view in rank_models(wish, self._models.views()):
             try:
-                return view, await self._profile(ask, body, view.record, arrived_s)
+                return view, await self._profile(ask, body, view, arrived_s)
             except ApiError as error:
                 if error.code not in ("context_length_exceeded", "tokenizer_broken"):
                     raise
@@ -381,7 +387,8 @@ class Gateway:
             return None
         return other
 
-    async def _profile(self, ask: Ask, body: ParsedBody, record: ModelRecord, arrived_s: float) -> RequestProfile:
+    async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> RequestProfile:
+        record = view.record
         parsed = parse_fields(ask.endpoint, body.mapping)
         tokenizer = await self._tokenizer_of(record)
         count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
@@ -400,6 +407,7 @@ class Gateway:
             chain_id=header(ask, "x-chain-id"),
             environment=header(ask, "x-environment") or "production",
             kind=request_kind(ask),
+            adapter=view.adapter,
         )
         return build_profile(record, ask.endpoint, parsed, prompts, context, self._lengths)
 
@@ -418,17 +426,17 @@ class Gateway:
     def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profile: RequestProfile, arrived_s: float) -> Exchange:
         request = self._next_request()
         # The name the client used, alias or not; for ``auto`` and a degradation, the model that answers (PAINS J12).
-        own_name = body.model == view.record.name or body.model in view.record.aliases
+        own_name = view.is_called(body.model)
         head = AnswerHead.now(
             request,
             ask.endpoint,
-            body.model if own_name else view.record.name,
+            body.model if own_name else view.name,
             choices=profile.n,
             include_usage=body.include_usage,
         )
         stream = body.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
         exchange = Exchange(request, head, stream=stream, leave=partial(self._client_left, request))
-        exchange.model = view.record.name
+        exchange.model = view.name
         exchange.input_tokens = profile.input_tokens
         if not own_name and body.model != AUTO:
             exchange.degraded_from = body.model
@@ -448,8 +456,9 @@ class Gateway:
         if refusal is not None:
             raise _api_error(refusal)
         self._live[request] = live
+        adapter = live.view.adapter
         arrived_unix_s = time.time() - (time.monotonic() - live.arrived_s)
-        self._recent.arrived(request, live.view.record.name, live.profile, live.arrived_s, arrived_unix_s)
+        self._recent.arrived(request, live.view.name, live.profile, live.arrived_s, arrived_unix_s)
         self._shell.step(
             RequestSubmitted(
                 request=request,
@@ -457,9 +466,10 @@ class Gateway:
                 body=live.body.raw,
                 wait_until_s=live.wait_until_s,
                 deadline_s=live.deadline_s,
-                cache_salt=tenant_salt(live.ask.tenant).hex(),
+                cache_salt=tenant_salt(live.ask.tenant, adapter.adapter_hash if adapter is not None else "").hex(),
                 yields_at_s=yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
                 sla=live.view.record.sla,
+                adapter=adapter,
             )
         )
         if self._admission.waiting(live.view.record.model_hash, live.profile.sla_class) == 1:
@@ -468,7 +478,7 @@ class Gateway:
     def _client_left(self, request: RequestId) -> None:
         live = self._live.get(request)
         if live is not None:
-            self.metrics.of(live.view.record.name).cancelled.inc()
+            self.metrics.of(live.view.name).cancelled.inc()
             self._shell.step(ClientLeft(request))
 
     # ------------------------------------------------------------------------------------------- what the core reports
@@ -484,7 +494,7 @@ class Gateway:
         exchange = live.exchange
         exchange.replica, exchange.attempt = grant.replica, grant.attempt
         exchange.queue_wait_s = time.monotonic() - live.arrived_s
-        self.metrics.of(live.view.record.name).queue_wait_s.observe(grant.waited_s)
+        self.metrics.of(live.view.name).queue_wait_s.observe(grant.waited_s)
 
     def delivered(self, deliver: Deliver) -> None:
         """The next output of a request."""
@@ -494,7 +504,7 @@ class Gateway:
         if live.first_output_s is None:
             live.first_output_s = time.monotonic()
             self._recent.first_output(deliver.request, live.first_output_s)
-            self.metrics.of(live.view.record.name).ttft_s.observe(live.first_output_s - live.arrived_s)
+            self.metrics.of(live.view.name).ttft_s.observe(live.first_output_s - live.arrived_s)
         if deliver.delta.finish_reason is not None:
             live.finish_reasons.append(deliver.delta.finish_reason)
         if not live.exchange.push((deliver.delta,)):
@@ -510,7 +520,7 @@ class Gateway:
         live.granted = False
         self._admission.requeued(restart.request)
         self._recent.restarted(restart.request)
-        self.metrics.of(live.view.record.name).attempts.inc()
+        self.metrics.of(live.view.name).attempts.inc()
         # Not the reason: it may be an engine's error, which may quote the prompt.
         log.info("a request waits again", request=restart.request, attempt=restart.attempt, lost=live.exchange.replica)
 
@@ -530,7 +540,7 @@ class Gateway:
                 if not self._degrade(live, failed):
                     if failed.status >= 500:
                         # Not the message: an engine's may quote the prompt.
-                        about = {"model": live.view.record.name, "status": failed.status, "code": failed.code}
+                        about = {"model": live.view.name, "status": failed.status, "code": failed.code}
                         log.info("a request failed", request=end.request, **about)
                     self._count_end(live, str(failed.status))
                     live.exchange.close(Failed(_core_error(failed)))
@@ -566,7 +576,7 @@ class Gateway:
             self.broken.set_result(None)
 
     def _count_end(self, live: _Live, status: str) -> None:
-        name = live.view.record.name
+        name = live.view.name
         self.metrics.requests.labels(name, status, live.ask.way).inc()
         self.metrics.of(name).latency_s.observe(time.monotonic() - live.arrived_s)
 
@@ -574,7 +584,7 @@ class Gateway:
         if usage is None:
             return
         profile = live.profile
-        metrics = self.metrics.of(live.view.record.name)
+        metrics = self.metrics.of(live.view.name)
         metrics.tokens_input.inc(usage.prompt_tokens)
         metrics.tokens_output.inc(usage.completion_tokens)
         metrics.tokens_cached.inc(usage.cached_tokens)
@@ -603,11 +613,11 @@ class Gateway:
         exchange = live.exchange
         admitted = False
         try:
-            profile = await self._profile(live.ask, live.body, other.record, live.arrived_s)
+            profile = await self._profile(live.ask, live.body, other, live.arrived_s)
             if exchange.left or self._draining:
                 return
             request = self._next_request()
-            exchange.degrade(other.record.name, live.view.record.name, partial(self._client_left, request))
+            exchange.degrade(other.name, live.view.name, partial(self._client_left, request))
             wait_until_s = min(live.deadline_s, now_s + other.record.max_wait_s)
             again = _Live(exchange, live.ask, live.body, other, profile, live.arrived_s, wait_until_s, live.deadline_s)
             self._admit(request, again)

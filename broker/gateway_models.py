@@ -86,6 +86,18 @@ class ModelTable:
                 log.warning("a record of the registry cannot be read", model=name, error=str(error))
                 return
             self._records[record.name] = record
+        self._index()
+
+    def is_news(self, entry: KvEntry) -> bool:
+        """Whether a record of the registry is unknown here, or newer than what is known."""
+        try:
+            record = decode(entry.value, ModelRecord)
+        except DecodeError:
+            return False
+        known = self._records.get(record.name)
+        return known is None or known.revision < record.revision
+
+    def _index(self) -> None:
         known = {record.model_hash for record in self._records.values()}
         self._broken = {model: broken for model, broken in self._broken.items() if model in known}
         self._others = {}

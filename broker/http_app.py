@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from broker import tokenizing
+from broker.core.admission import ModelView
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import CONTENT_TYPE
 from broker.http_keys import ANYONE, ApiKeys, Caller
@@ -342,26 +343,28 @@ def _rest_of_the_routes(gateway: Gateway) -> Starlette:
     """What is here has its line in :mod:`broker.openapi` too; a test compares the two."""
 
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [_model(name, state) for name, state in gateway.model_states()]})
+        return _json({"object": "list", "data": [_model(view, state) for view, state in gateway.model_states()]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        for known, state in gateway.model_states():
-            if known == name:
-                return _json(_model(known, state))
+        for view, state in gateway.model_states():
+            if view.name == name:
+                return _json(_model(view, state))
         raise gateway.unknown_model(name)
 
-    def _model(name: str, state: str) -> dict[str, Any]:
-        record = gateway.record_of(name)
+    def _model(view: ModelView, state: str) -> dict[str, Any]:
+        record = view.record
         return {
-            "id": name,
+            "id": view.name,
             "object": "model",
             "created": gateway.started_unix_s,
             "owned_by": "carpool",
+            "root": record.name,
+            "parent": record.name if view.adapter is not None else None,
             "state": state,
-            "max_model_len": record.max_context_len if record is not None else None,
-            "tags": record.tags if record is not None else (),
-            "task": record.task if record is not None else None,
+            "max_model_len": record.max_context_len,
+            "tags": record.tags,
+            "task": record.task,
         }
 
     async def health(request: Request) -> Response:

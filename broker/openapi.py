@@ -38,12 +38,14 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One model; ``state`` is one word for people."""
+    """One model; ``state`` is one word for people. ``parent`` is the model that a LoRA adapter belongs to."""
 
     id: str
     object: str
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     state: str
     max_model_len: int | None
     tags: list[str]

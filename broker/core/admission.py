@@ -69,6 +69,10 @@ class ModelView:
         """Its other names."""
         return self.record.aliases if self.adapter is None else self.adapter.aliases
 
+    def is_called(self, name: str) -> bool:
+        """Whether a client may have meant this by ``name``: that of the model too, where it named an adapter beside it."""
+        return name == self.name or name in self.aliases or name == self.record.name or name in self.record.aliases
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
