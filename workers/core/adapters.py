@@ -129,6 +129,13 @@ class AdapterSlots:
             return []
         return self._pump()
 
+    def clear(self) -> list[AdapterCommand]:
+        """Evicts all that nothing uses: an engine that sleeps may lose what its slots held."""
+        idle = [slot for slot in self._slots.values() if slot.ready and not slot.users]
+        for slot in idle:
+            del self._slots[identity_of(slot.adapter)]
+        return [EvictAdapter(slot.adapter, slot.slot_id) for slot in idle] + self._pump()
+
     # ------------------------------------------------------------------------------------------------------------ within
 
     def _pump(self) -> list[AdapterCommand]:

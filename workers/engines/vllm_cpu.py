@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Delta, Task
+from subjects.messages import Adapter, Delta, Task
+from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
@@ -47,6 +48,7 @@ class VllmEngine(FixedEngine):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox = Outbox()
         self._admissions: dict[Key, asyncio.Task[None]] = {}
+        self._gate = AdapterGate(spec.record, load=self._load_adapter, evict=self._evict_adapter)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -125,6 +127,7 @@ class VllmEngine(FixedEngine):
         self._stopping = True
         for task in list(self._admissions.values()):
             task.cancel()
+        await self._gate.close()
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
 
@@ -146,7 +149,37 @@ class VllmEngine(FixedEngine):
         if answer.rendered.exhausted:
             self._outbox.put([answer.finish_exhausted()])
             return
-        self._inbox.put(lambda: self._add(answer))
+        lora = None
+        if request.adapter is not None:
+            try:
+                slot_id = await self._gate.enter((request.request, request.attempt), request.adapter)
+            except AdapterRefused as error:
+                self._outbox.put([refused(request, error.failure)])
+                return
+            lora = lora_request(request.adapter, slot_id)
+        self._inbox.put(lambda: self._add(answer, lora))
+
+    async def _load_adapter(self, adapter: Adapter, slot_id: int) -> None:
+        lora = lora_request(adapter, slot_id)
+        await self._in_engine(lambda engine: engine.add_lora(lora))
+
+    async def _evict_adapter(self, slot_id: int) -> None:
+        await self._in_engine(lambda engine: engine.remove_lora(slot_id))
+
+    async def _in_engine(self, work: Callable[[Any], object]) -> None:
+        """Runs ``work`` between two steps and raises what it raises."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            failure: Exception | None = None
+            try:
+                work(self._engine)
+            except Exception as error:
+                failure = error
+            self._call(_settle, done, None, failure)
+
+        self._inbox.put(run)
+        await done
 
     async def _probe(self, tokens: int) -> list[float]:
         if self._error is not None:
@@ -196,6 +229,7 @@ class VllmEngine(FixedEngine):
         torch.set_num_threads(self._threads)
         register_architecture(self._record.source)
         arguments = {"enforce_eager": True, **engine_arguments(self._record), **turn_arguments(self._spec)}
+        arguments |= adapter_arguments(self._record)
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         scheduler = engine.engine_core.engine_core.scheduler
         if self._embeds:
@@ -255,7 +289,7 @@ class VllmEngine(FixedEngine):
                 return
             action()
 
-    def _add(self, answer: Answer | EmbeddingAnswer) -> None:
+    def _add(self, answer: Answer | EmbeddingAnswer, lora: Any) -> None:
         from workers.engines.vllm_openai import job_name, prime_continuation
         from workers.engines.vllm_refusals import refusal
 
@@ -265,7 +299,7 @@ class VllmEngine(FixedEngine):
             for index, prompt in enumerate(rendered.prompts):
                 name = job_name(rendered.request, index)
                 names.append(name)
-                internal = self._engine.add_request(name, prompt.engine_input, prompt.params)
+                internal = self._engine.add_request(name, prompt.engine_input, prompt.params, lora_request=lora)
                 self._jobs[name] = _Job(answer, index)
                 if prompt.rendered_ids:
                     state = self._engine.output_processor.request_states[internal]
@@ -275,6 +309,7 @@ class VllmEngine(FixedEngine):
             for name in names:
                 self._jobs.pop(name, None)
             self._engine.abort_request(names)
+            self._leave(rendered.request)
             self._call(self._outbox.put, [answer.fail(refusal(error, rendered.request))])
 
     def _add_probe(self, probe: _Probe, tokens: int) -> None:
@@ -298,15 +333,21 @@ class VllmEngine(FixedEngine):
         self._call(self._outbox.over, key)
 
     def _remove(self, key: Key) -> None:
-        names = [
-            name
+        jobs = {
+            name: job.answer.rendered.request
             for name, job in self._jobs.items()
             if isinstance(job, _Job) and (job.answer.rendered.request.request, job.answer.rendered.request.attempt) == key
-        ]
-        if names:
-            self._engine.abort_request(names)
-            for name in names:
+        }
+        if jobs:
+            self._engine.abort_request(list(jobs))
+            for name in jobs:
                 del self._jobs[name]
+            self._leave(next(iter(jobs.values())))
+
+    def _leave(self, request: EngineRequest) -> None:
+        """Its adapter is no longer used by it."""
+        if request.adapter is not None:
+            self._call(self._gate.leave, (request.request, request.attempt))
 
     def _forget(self, name: str, job: _Job | _Probe) -> None:
         if isinstance(job, _Probe):
@@ -375,7 +416,7 @@ class _Probe:
             self.loop.call_soon_threadsafe(_settle, self.done, answer, error)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: EngineError | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     if future.done():
         return
     if error is not None:

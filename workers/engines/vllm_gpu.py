@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
+from subjects.messages import Adapter
 from subjects.tasks import end_tasks
+from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
 from workers.engines.outbox import Key, Outbox
 from workers.engines.vllm_process import one_line, prepare_process
@@ -43,6 +45,7 @@ class VllmGpuEngine(FixedEngine):
         self._engine: Any = None
         self._layer: OpenAiLayer | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._gate = AdapterGate(spec.record, load=self._load_adapter, evict=self._evict_adapter)
         self._info: EngineInfo | None = None
         self._kv_pages = 0
         self._kv_usage = 0.0
@@ -121,6 +124,7 @@ class VllmGpuEngine(FixedEngine):
         """vLLM's own sleep mode, where the model's ``enable_sleep_mode`` asks for it."""
         if not self._sleeps:
             raise EngineError("sleep is not offered by this engine: set engine.options.enable_sleep_mode")
+        await self._gate.clear()  # a sleep may lose them; each is loaded again at its next use
         await self._engine.sleep(level)
 
     async def wake(self) -> EngineInfo:
@@ -142,6 +146,7 @@ class VllmGpuEngine(FixedEngine):
         if self._watch is not None:
             tasks.append(self._watch)
         await end_tasks(tasks)
+        await self._gate.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
 
@@ -160,7 +165,7 @@ class VllmGpuEngine(FixedEngine):
         from workers.engines.vllm_openai import engine_arguments
         from workers.engines.vllm_turns import turn_arguments
 
-        options = {**engine_arguments(self._record), **turn_arguments(self._spec)}
+        options = engine_arguments(self._record) | turn_arguments(self._spec) | adapter_arguments(self._record)
         arguments = AsyncEngineArgs(**options, enable_log_requests=False)
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._make_counters])
 
@@ -229,7 +234,7 @@ class VllmGpuEngine(FixedEngine):
         return probed_tokens(last)
 
     async def _run(self, request: EngineRequest) -> None:
-        from workers.engines.vllm_openai import job_name, refused
+        from workers.engines.vllm_openai import refused
         from workers.engines.vllm_refusals import Refused
 
         layer = self._layer
@@ -244,10 +249,34 @@ class VllmGpuEngine(FixedEngine):
         if answer.rendered.exhausted:
             self._outbox.put([answer.finish_exhausted()])
             return
+        key = (request.request, request.attempt)
+        lora = None
+        if request.adapter is not None:
+            try:
+                lora = lora_request(request.adapter, await self._gate.enter(key, request.adapter))
+            except AdapterRefused as error:
+                self._outbox.put([refused(request, error.failure)])
+                return
+        try:
+            await self._generate_all(answer, lora)
+        finally:
+            if lora is not None:
+                self._gate.leave(key)
+
+    async def _load_adapter(self, adapter: Adapter, slot_id: int) -> None:
+        await self._engine.add_lora(lora_request(adapter, slot_id))
+
+    async def _evict_adapter(self, slot_id: int) -> None:
+        await self._engine.remove_lora(slot_id)
+
+    async def _generate_all(self, answer: Answer, lora: Any) -> None:
+        from workers.engines.vllm_openai import job_name
+
+        request = answer.rendered.request
         prompts = answer.rendered.prompts
         names = [job_name(request, index) for index in range(len(prompts))]
         jobs = [
-            asyncio.ensure_future(self._generate(answer, index, prompt, name))
+            asyncio.ensure_future(self._generate(answer, index, prompt, name, lora))
             for index, (prompt, name) in enumerate(zip(prompts, names, strict=True))
         ]
         try:
@@ -261,7 +290,7 @@ class VllmGpuEngine(FixedEngine):
                 with contextlib.suppress(Exception):
                     await asyncio.shield(self._engine.abort(names))
 
-    async def _generate(self, answer: Answer, index: int, prompt: Prompt, name: str) -> None:
+    async def _generate(self, answer: Answer, index: int, prompt: Prompt, name: str, lora: Any) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from workers.engines.vllm_refusals import refusal
@@ -269,7 +298,7 @@ class VllmGpuEngine(FixedEngine):
         if prompt.rendered_ids:
             self._to_prime[name] = (prompt.rendered_ids, answer.rendered.request.sent_token_ids)
         try:
-            async for output in self._engine.generate(prompt.engine_input, prompt.params, name):
+            async for output in self._engine.generate(prompt.engine_input, prompt.params, name, lora_request=lora):
                 deltas = answer.take(index, output)
                 if deltas:
                     self._outbox.put(deltas)
