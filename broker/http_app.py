@@ -445,6 +445,7 @@ def _internal_error() -> ApiError:
 def _about(exchange: Exchange, other: OtherApi | None = None) -> Headers:
     """The headers that say who answered. All values are our own ids, numbers and configured names."""
     headers = [
+        (b"x-request-id", exchange.request.encode()),  # where OpenAI's SDKs look for it
         (b"x-carpool-request-id", exchange.request.encode()),
         (b"x-carpool-model", exchange.model.encode("utf-8", "replace")),
     ]

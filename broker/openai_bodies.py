@@ -30,6 +30,8 @@ INPUTS_MAX = 2048
 DIMENSIONS_MAX = 1 << 16
 DETOKENIZED_MAX = 1 << 20
 """Token ids that are turned back into text at once."""
+REASON_CHARS_MAX = 200
+TOOL_CHOICES = ("none", "auto", "required")
 WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params", "ec_transfer_params")
 """``cache_salt`` decides whose cached prefixes a request may reuse, so the gateway sets it by tenant (PAINS O3);
 ``request_id`` must be ours (J10); ``kv_transfer_params`` and ``ec_transfer_params`` would let a client name hosts to fetch
@@ -321,7 +323,7 @@ def _invalid_field(text: str) -> ApiError:
     if missing:
         where = f"{where}.{missing['field']}" if where else missing["field"]
         return ApiError(400, f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
-    reason = text[: path.start()] if path else text
+    reason = (text[: path.start()] if path else text)[:REASON_CHARS_MAX]  # it may quote what the client wrote
     if not where:
         return ApiError(400, f"Invalid request body: {reason}.", code="invalid_type")
     return ApiError(400, f"Invalid value for '{where}': {reason}.", param=where, code="invalid_value")
@@ -341,6 +343,8 @@ def _check_combinations(fields: ChatBody | CompletionBody) -> None:
             raise _refuse("logit_bias", "Invalid value for 'logit_bias': keys must be token ids.")
     if isinstance(fields, ChatBody) and fields.top_logprobs is not None and not fields.logprobs:
         raise _refuse("top_logprobs", "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.")
+    if isinstance(fields, ChatBody) and isinstance(fields.tool_choice, str) and fields.tool_choice not in TOOL_CHOICES:
+        raise _refuse("tool_choice", "Invalid value for 'tool_choice': use 'none', 'auto', 'required' or a tool's name.")
     if isinstance(fields, ChatBody) and fields.tool_choice not in (None, "none", "auto") and not fields.tools:
         raise _refuse("tool_choice", "The 'tool_choice' parameter is only allowed when 'tools' are given.")
 

@@ -277,7 +277,8 @@ def parse_request(
     if counted is None:
         return _bad_request("the body holds no messages" if endpoint is Endpoint.CHAT else "the body holds no prompt")
     input_tokens, prompts = counted
-    asked = max_tokens or parsed.max_completion_tokens or parsed.max_tokens or DEFAULT_OUTPUT_TOKENS
+    named = parsed.max_tokens if parsed.max_completion_tokens is None else parsed.max_completion_tokens
+    asked = max_tokens or (DEFAULT_OUTPUT_TOKENS if named is None else named)
     choices = prompts * (1 if parsed.n is None else parsed.n)
     if asked < 1 or not 1 <= choices <= CHOICES_MAX:
         return _bad_request(f"max_tokens must be at least 1 and n from 1 to {CHOICES_MAX}")

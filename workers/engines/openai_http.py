@@ -26,6 +26,7 @@ from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, Task, Usage
 from subjects.tasks import end_tasks
 from workers.core.embeddings import EncodingFormat, embedding_deltas, rewritten
+from workers.core.refusals import client_message
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
 from workers.engines.outbox import Key, Outbox
 from workers.spec import ReplicaSpec
@@ -42,7 +43,6 @@ HEALTH_FAILURES_MAX = 5
 """So many unanswered health checks in a row mean that the server is dead."""
 LINE_BYTES_MAX = 8 * 1024 * 1024
 ERROR_BYTES_MAX = 64 * 1024
-MESSAGE_CHARS_MAX = 2000
 
 EMBEDDINGS_BYTES_MAX = 128 * 1024 * 1024
 """Of one answer of a server with embeddings."""
@@ -465,7 +465,7 @@ def _failure_from(error: Any, status: int) -> Failure:
     code = fields.get("code")
     if isinstance(code, int) and 400 <= code < 600:
         status = code
-    message = str(fields.get("message") or f"the server answered with status {status}")[:MESSAGE_CHARS_MAX]
+    message = client_message(str(fields.get("message") or f"the server answered with status {status}"))
     if status in _BUSY:
         kind = FailureKind.BUSY
     elif 400 <= status < 500 and status not in _NOT_THE_CLIENTS:

@@ -41,6 +41,8 @@ from workers.engines.vllm_refusals import Refused, bad_request, check_extras, fa
 
 PROBE_TEXT = "Hello"
 
+GREEDY_BELOW = 1e-5
+"""Temperature under which vLLM samples greedily."""
 _LAYER_OPTIONS = ("chat_template", "tool_call_parser", "tool_strict_level", "reasoning_parser")
 
 
@@ -522,6 +524,9 @@ def _check_body(body: Any, request: EngineRequest) -> None:
     wanted = getattr(body.response_format, "json_schema", None)
     if wanted is not None and wanted.json_schema is None:
         raise Refused(bad_request("'json_schema' must hold a 'schema'", "response_format"))
+    if (body.n or 1) > 1 and body.temperature is not None and body.temperature < GREEDY_BELOW:
+        # vLLM's greedy sampling gives one choice. The likeliest token is drawn from itself alone instead.
+        body.temperature, body.top_k = 1.0, 1
     if request.sent_token_ids and (body.n or 1) != 1:
         raise Refused(bad_request("a request for several choices cannot be continued", "n"))
 

@@ -16,10 +16,9 @@ from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
 from vllm.entrypoints.serve import create_error_response
 
 from subjects.messages import Endpoint, Failure, FailureKind
+from workers.core.refusals import client_message
 from workers.engines.base import EngineRequest
 
-MESSAGE_CHARS_MAX = 600
-"""vLLM's can quote a whole schema."""
 EXTRAS = {
     "functions": "the deprecated 'functions' are not offered: use 'tools'",
     "function_call": "the deprecated 'function_call' is not offered: use 'tools' and 'tool_choice'",
@@ -42,7 +41,6 @@ _FIELDS = {
     Endpoint.EMBEDDINGS: EmbeddingCompletionRequest.model_fields,
 }
 _FIRST_WORD = re.compile(r"[`'\"]?([a-z_]+)\b")
-_APPENDIX = re.compile(r" \((parameter|value)=.*\)$", re.DOTALL)
 _PLAIN_STEP = re.compile(r"[a-z0-9_]+")
 
 
@@ -54,9 +52,9 @@ class Refused(Exception):
         self.failure = failure
 
 
-def bad_request(message: str, param: str) -> Failure:
+def bad_request(message: str, param: str | None) -> Failure:
     """A 400 in our own words."""
-    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400, param=param)
+    return Failure(kind=FailureKind.BAD_REQUEST, message=client_message(message), status=400, param=param)
 
 
 def check_extras(body: Any) -> None:
@@ -96,7 +94,7 @@ def refusal(error: Exception, request: EngineRequest) -> Failure:
         if not steps or steps[0] not in fields:
             steps = [_MAIN_FIELD[request.endpoint], *steps] if steps else []
         message = f"{'.'.join(steps)}: {first['msg']}" if steps else str(first["msg"])
-        return bad_request(message[:MESSAGE_CHARS_MAX], steps[0]) if steps else _invalid(message)
+        return bad_request(message, steps[0] if steps else None)
     return failure_of(create_error_response(error), request)
 
 
@@ -104,7 +102,7 @@ def failure_of(response: Any, request: EngineRequest) -> Failure:
     """The same for an error response of vLLM's own."""
     message, status, param = response.error.message, response.error.code, response.error.param
     fields, main_field = _FIELDS[request.endpoint], _MAIN_FIELD[request.endpoint]
-    message = _APPENDIX.sub("", message)
+    message = client_message(message)
     if "--tool-call-parser" in message:
         message, param = _NO_TOOLS, "tools"
     elif message.endswith("is not a multimodal model"):
@@ -118,11 +116,7 @@ def failure_of(response: Any, request: EngineRequest) -> Failure:
     bad = 400 <= status < 500 or status == 501
     return Failure(
         kind=FailureKind.BAD_REQUEST if bad else FailureKind.SICK,
-        message=message[:MESSAGE_CHARS_MAX],
+        message=message,
         status=400 if status == 501 else status,
         param=param,
     )
-
-
-def _invalid(message: str) -> Failure:
-    return Failure(kind=FailureKind.BAD_REQUEST, message=message[:MESSAGE_CHARS_MAX], status=400)
