@@ -271,6 +271,11 @@ class Gateway:
         if self._shell.round_trip_s is not None:
             metrics.bus_round_trip_s.set(self._shell.round_trip_s)
 
+    def metrics_text(self) -> bytes:
+        """All figures of now, in Prometheus's exposition format."""
+        self.refresh_gauges()
+        return self.metrics.text()
+
     # ---------------------------------------------------------------------------------------------------- a request in
 
     async def open(self, ask: Ask) -> Exchange:

@@ -15,8 +15,10 @@ import structlog
 from broker.gateway import Gateway, GatewayOptions
 from broker.http_app import HttpApp, HttpOptions
 from broker.http_keys import ApiKeys
-from broker.http_server import HttpServer, is_loopback
+from broker.http_server import HttpServer
+from broker.listeners import is_loopback
 from broker.nats_ingress import NatsIngress
+from broker.siblings import Place, Siblings
 from subjects.errors import ConfigError
 from subjects.nats_bus import NatsBus
 
@@ -35,6 +37,8 @@ class GatewayConfig:
     allow_open: bool = False
     shutdown_s: float = 30.0
     """Running requests may finish within this time after SIGTERM."""
+    place: Place | None = None
+    """Which of several processes on one port this is; None: the only one, which shares its port with nobody."""
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     http: HttpOptions = field(default_factory=HttpOptions)
 
@@ -61,7 +65,9 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
         )
         stack.push_async_callback(bus.close)
         gateway = Gateway(bus, config.gateway)
-        server = HttpServer(HttpApp(gateway, config.http, keys), host=config.host, port=config.port)
+        siblings = None if config.place is None else Siblings(config.place, gateway.metrics_text)
+        app = HttpApp(gateway, config.http, keys, metrics=None if siblings is None else siblings.metrics)
+        server = HttpServer(app, host=config.host, port=config.port, shared_port=siblings is not None)
         ingress = NatsIngress(bus, gateway)
         await gateway.start()
         stack.push_async_callback(gateway.stop)
@@ -69,6 +75,9 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
         stack.push_async_callback(ingress.stop)
         await server.start()
         stack.push_async_callback(server.stop)
+        if siblings is not None:
+            await siblings.start()
+            stack.push_async_callback(siblings.stop)
         log.info("gateway listens", url=server.url, ingress=gateway.ingress, keys=keys is not None)
         if on_ready is not None:
             on_ready(server.url)

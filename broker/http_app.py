@@ -90,12 +90,19 @@ class _ClientGone(Exception):
 class HttpApp:
     """The ASGI application."""
 
-    def __init__(self, gateway: Gateway, options: HttpOptions, keys: ApiKeys | None) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        options: HttpOptions,
+        keys: ApiKeys | None,
+        metrics: Callable[[], Awaitable[bytes]] | None = None,
+    ) -> None:
+        """``metrics`` gives what ``/metrics`` says, where that is more than the gateway's own figures."""
         self._gateway = gateway
         self._options = options
         self._keys = keys
         self._bodies_bytes = 0
-        self._rest = _rest_of_the_routes(gateway)
+        self._rest = _rest_of_the_routes(gateway, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One HTTP exchange."""
@@ -339,7 +346,7 @@ class _Watch:
 # ---------------------------------------------------------------------------------------------------------- other routes
 
 
-def _rest_of_the_routes(gateway: Gateway) -> Starlette:
+def _rest_of_the_routes(gateway: Gateway, all_metrics: Callable[[], Awaitable[bytes]] | None) -> Starlette:
     """What is here has its line in :mod:`broker.openapi` too; a test compares the two."""
 
     async def models(request: Request) -> Response:
@@ -375,8 +382,8 @@ def _rest_of_the_routes(gateway: Gateway) -> Starlette:
         return _json({"status": reason or "ready"}, 503 if reason else 200)
 
     async def metrics(request: Request) -> Response:
-        gateway.refresh_gauges()
-        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
+        text = gateway.metrics_text() if all_metrics is None else await all_metrics()
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def pool(request: Request) -> Response:
         return Response(msgspec.json.encode(gateway.digest), media_type="application/json")

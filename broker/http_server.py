@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Generator
 
@@ -12,7 +11,7 @@ import uvicorn
 
 from broker.http_app import HttpApp
 from broker.http_protocol import SEND_BUFFER_BYTES, HttpProtocol, ServerState
-from subjects.errors import ConfigError
+from broker.listeners import base_url, bind
 
 BACKLOG_CONNECTIONS = 2048
 CLOSE_S_MAX = 5
@@ -45,21 +44,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 class HttpServer:
     """Serves one :class:`broker.http_app.HttpApp`."""
 
-    def __init__(self, app: HttpApp, *, host: str, port: int) -> None:
-        self._socket = _bind(host, port)
+    def __init__(self, app: HttpApp, *, host: str, port: int, shared_port: bool = False) -> None:
+        """Takes the port, and raises what :func:`broker.listeners.bind` does."""
+        self._socket = bind(host, port, shared=shared_port)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # its connections inherit it
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -81,8 +72,7 @@ class HttpServer:
     @property
     def url(self) -> str:
         """Base URL, without ``/v1``."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return base_url(self.host, self.port)
 
     @property
     def busy(self) -> int:
@@ -99,23 +89,3 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, _, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except OSError:
-        raise ConfigError(f"--host {host}: is no address of this machine") from None
-    # asyncio does not see that a socket without a named protocol is TCP, and leaves the 40 ms of Nagle's algorithm on.
-    listener = socket.socket(family, socket.SOCK_STREAM, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # its connections inherit it
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"--port {port}: cannot listen on {host}:{port} ({error.strerror}); take another one, or 0"
-        ) from None
-    listener.setblocking(False)
-    return listener

@@ -10,7 +10,7 @@ import pytest
 
 from broker.gateway_main import GatewayConfig, run_gateway
 from broker.http_keys import ApiKeys, Caller
-from broker.http_server import is_loopback
+from broker.listeners import is_loopback
 from subjects.errors import ApiError, ConfigError
 from subjects.ids import Tenant
 from subjects.messages import SlaClass
