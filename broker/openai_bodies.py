@@ -237,6 +237,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 _decode_mapping = msgspec.json.Decoder(dict[str, Any]).decode
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
+_UNKNOWN = re.compile(r"unknown field `(?P<field>[^`]{1,64})`")
 
 
 def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
@@ -323,6 +324,10 @@ def _invalid_field(text: str) -> ApiError:
     if missing:
         where = f"{where}.{missing['field']}" if where else missing["field"]
         return ApiError(400, f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
+    unknown = _UNKNOWN.search(text)
+    if unknown:  # only of APIs whose bodies are translated: fields of a chat go to the engine, known or not
+        where = f"{where}.{unknown['field']}" if where else unknown["field"]
+        return ApiError(400, f"Unknown parameter: '{where}'.", param=where, code="unknown_parameter")
     reason = (text[: path.start()] if path else text)[:REASON_CHARS_MAX]  # it may quote what the client wrote
     if not where:
         return ApiError(400, f"Invalid request body: {reason}.", code="invalid_type")
