@@ -1,0 +1,97 @@
+"""``make check-extra``: ``python -m tests.extra [--json] [--only SUITE]... [--no-real] [--write-page]``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ops.supervisor import end_start_on_signal
+from subjects.errors import CarpoolError
+from tests.extra import openai_python
+from tests.extra.exclusions import PAGE, page
+from tests.extra.outcome import FAILURES_SHOWN_MAX, Outcome, Suite, Surroundings
+from tests.extra.pool import pool_with_models
+from tests.extra.tools import ToolAbsent
+
+SUITES: dict[str, Suite] = {
+    openai_python.SUITE: openai_python.run,
+}
+
+
+async def check(names: Sequence[str], directory: Path, *, real: bool) -> list[Outcome]:
+    """Starts the pool, runs the suites one after another, and ends the pool."""
+    outcomes: list[Outcome] = []
+    _say("starting NATS, Valkey, scheduler, gateway, worker agent and a scripted OpenAI server")
+    async with pool_with_models(directory, _say, real=real) as surroundings:
+        for name in names:
+            _say(f"{name}: installing what is missing, and running")
+            outcome = await _outcome(name, surroundings)
+            outcomes.append(outcome)
+            print(outcome.line(), flush=True)
+            for failure in outcome.failures[:FAILURES_SHOWN_MAX]:
+                print(f"  {failure}")
+            if len(outcome.failures) > FAILURES_SHOWN_MAX:
+                print(f"  and {len(outcome.failures) - FAILURES_SHOWN_MAX} more: see {directory / name}.log")
+    return outcomes
+
+
+async def _outcome(name: str, surroundings: Surroundings) -> Outcome:
+    started_s = time.monotonic()
+    try:
+        outcome = await SUITES[name](surroundings)
+    except ToolAbsent as reason:
+        outcome = Outcome(suite=name, skipped=str(reason))
+    except CarpoolError as error:
+        outcome = Outcome(suite=name, failed=1, failures=(str(error),))
+    return dataclasses.replace(outcome, took_s=round(time.monotonic() - started_s, 1))
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Runs the check; returns 0 when nothing failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.extra", description="suites that others wrote, run against our pool"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--only", action="append", choices=list(SUITES), help="run this suite (may be given several times)")
+    parser.add_argument("--keep", type=Path, help="keep logs and state in this folder")
+    parser.add_argument("--write-page", action="store_true", help=f"write {PAGE.name} from the list, and end")
+    options = parser.parse_args()
+    if options.write_page:
+        PAGE.write_text(page())
+        return 0
+    names = options.only or list(SUITES)
+    with tempfile.TemporaryDirectory(prefix="carpool-extra-", ignore_cleanup_errors=True) as temporary:
+        directory = options.keep or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        outcomes = asyncio.run(_checked(names, directory.resolve()))
+    ok = bool(outcomes) and all(outcome.ok for outcome in outcomes)
+    if options.json:
+        suites = {outcome.suite: dataclasses.asdict(outcome) | {"ok": outcome.ok} for outcome in outcomes}
+        print(json.dumps({"check": "extra", "ok": ok, "suites": suites}))
+    return 0 if ok else 1
+
+
+async def _checked(names: Sequence[str], directory: Path) -> list[Outcome]:
+    end_start_on_signal()
+    try:
+        return await check(names, directory, real=False)
+    except asyncio.CancelledError:
+        print("check-extra: ended before its end", file=sys.stderr)
+    except CarpoolError as error:
+        print(f"check-extra: {error}", file=sys.stderr)
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
