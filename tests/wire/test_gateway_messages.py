@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,8 +16,10 @@ from anthropic import AsyncAnthropic
 
 from broker.http_app import HttpOptions
 from broker.http_keys import ApiKeys, Caller
+from profiles.tiny import make_tiny
+from profiles.tokenizer import ModelTokenizer
 from subjects.ids import Tenant
-from subjects.messages import Failure, FailureKind
+from subjects.messages import Endpoint, Failure, FailureKind
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import WAIT_S, Pool, Run, open_pool, record
@@ -367,6 +370,26 @@ async def test_an_error_inside_a_stream(pool: Pool, sdk: AsyncAnthropic) -> None
     with pytest.raises(anthropic.APIStatusError):
         async with sdk.messages.stream(model=model.name, max_tokens=5, messages=HI) as answer:
             await answer.get_final_message()
+
+
+async def test_tokens_are_counted_without_the_model(pool: Pool, sdk: AsyncAnthropic, tmp_path: Path) -> None:
+    """As many as a request would have, by the model's own template, and nothing reaches the pool (B3)."""
+    directory = make_tiny("counted", tmp_path / "counted", seed=1)
+    model = record("counted", tokenizer_source=str(directory), tokenizer_hash="t")
+    await pool.register(model, record("bare"))
+    chat = {"messages": [{"role": "system", "content": "Be."}, *HI]}
+    expected = len(ModelTokenizer(directory).prompts(Endpoint.CHAT, chat)[0])
+    counted = await sdk.messages.count_tokens(model="counted", system="Be.", messages=HI)
+    assert counted.input_tokens == expected
+    assert pool.tickets == []
+    replica = await pool.replica(model)
+    await sdk.messages.create(model="counted", system="Be.", messages=HI, max_tokens=5)
+    assert replica.tickets[0].profile.input_tokens == expected
+    picture: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]"):
+        await sdk.messages.count_tokens(model="counted", messages=[{"role": "user", "content": [picture]}])
+    with pytest.raises(anthropic.BadRequestError, match="tokenizer"):
+        await sdk.messages.count_tokens(model="bare", messages=HI)
 
 
 async def test_a_key_in_its_own_header(shared_nats_server: NatsServer) -> None:
