@@ -233,19 +233,20 @@ async def test_the_body_is_the_clients_but_for_what_is_ours(scripted: Driver, se
     assert server.bodies[1] == {"messages": [], "max_tokens": 50} | changed | {"stream_options": {"include_usage": True}}
 
 
-async def test_two_choices_end_one_after_the_other(scripted: Driver, server: ScriptedServer) -> None:
-    """Each choice counts its own chunks; one end, on the last; chunks cut anywhere make no difference."""
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+async def test_two_choices_end_one_after_the_other(scripted: Driver, server: ScriptedServer, size: int) -> None:
+    """Each choice counts its own chunks; one end, on the last; bytes cut anywhere, within characters too, make no difference."""
     stream = (
         STREAM
-        + event(content("a"), content("b", 1))
-        + event(content("c", finish="stop"))
+        + event(content("a😀"), content("b", 1))
+        + event(content("東", finish="stop"))
         + event(content("d", 1, "length"))
         + DONE
     )
-    server.script = [part for i in range(0, len(stream), 7) for part in (stream[i : i + 7],)]
+    server.script = [stream[at : at + size] for at in range(0, len(stream), size)]
     answer = await scripted.ask(ask("x", n=2))
     answer.check()
-    assert [answer.text(0), answer.text(1)] == ["ac", "bd"]
+    assert [answer.text(0), answer.text(1)] == ["a😀東", "bd"]
     assert [answer.finish_reason(0), answer.finish_reason(1)] == ["stop", "length"]
 
 
@@ -258,6 +259,8 @@ async def test_two_choices_end_one_after_the_other(scripted: Driver, server: Scr
             400,
         ),
         ([_json_reply({"message": "no", "code": "x"}, "422 Unprocessable")], "bad-request", 422),
+        ([_json_reply({"error": {"message": "bad (parameter=stop, value=a secret)"}}, "400 Bad")], "bad-request", 400),
+        ([_json_reply({"error": {"message": "long " * 9000}}, "400 Bad Request")], "bad-request", 400),
         ([_json_reply({"error": "slow down"}, "429 Too Many Requests")], "busy", 429),
         ([b"HTTP/1.1 503 Unavailable\r\ncontent-length: 4\r\nconnection: close\r\n\r\noops"], "busy", 503),
         ([_json_reply({"error": {"message": "no such model"}}, "404 Not Found")], "sick", 502),
@@ -286,7 +289,7 @@ async def test_failures_are_told_apart(
     answer.check()
     assert answer.failure is not None
     assert (answer.failure.kind.value, answer.failure.status) == (kind, status)
-    assert answer.failure.message
+    assert 0 < len(answer.failure.message) <= 600 and "secret" not in answer.failure.message
 
 
 async def test_a_stream_without_done_ends_when_every_choice_has(scripted: Driver, server: ScriptedServer) -> None:
