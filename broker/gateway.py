@@ -525,6 +525,8 @@ class Gateway:
         live.granted = False
         self._admission.requeued(restart.request)
         self._recent.restarted(restart.request)
+        if restart.handed:
+            return
         self.metrics.of(live.view.name).attempts.inc()
         # Not the reason: it may be an engine's error, which may quote the prompt.
         log.info("a request waits again", request=restart.request, attempt=restart.attempt, lost=live.exchange.replica)

@@ -11,7 +11,6 @@ from typing import Protocol, assert_never
 import structlog
 
 from broker.core.request_events import (
-    OFFER_CLAIM_S,
     AnswerClaim,
     BusReconnected,
     BusRoundTripMade,
@@ -21,10 +20,9 @@ from broker.core.request_events import (
     EndRequest,
     EnsureQueue,
     FramesReceived,
+    HandLost,
+    HandOver,
     NotStoredReason,
-    OfferAnswered,
-    OfferOutcome,
-    OfferTicket,
     PublishTicket,
     QueueChecked,
     RecordGrant,
@@ -50,16 +48,14 @@ from subjects.errors import (
     RequestTimeout,
     place_of,
 )
-from subjects.ids import IngressId, ModelKey, model_key
-from subjects.messages import Claim, Frames, ModelDemand, OfferReply
+from subjects.ids import IngressId, ModelKey, RequestId, model_key
+from subjects.messages import Claim, Frames, ModelDemand
 from subjects.tasks import Tasks
 
 ROUND_TRIP_EVERY_S = 0.2
 ROUND_TRIP_TIMEOUT_S = 1.0
 QUEUE_CHECK_EVERY_S = 1.0
 BUS_RETRY_S = 0.5
-OUTBOX_MESSAGES_MAX = 100_000
-"""Beyond this the bus has stalled; what is dropped the protocol says again."""
 
 log = structlog.get_logger(__name__)
 
@@ -102,8 +98,7 @@ class RequestShell:
         self._loops = Tasks(sink.broke)
         self._tasks = Tasks(lambda error: log.error("a task of the gateway failed", error=place_of(error)))
         self._ensuring_queue = False
-        self._outbox: deque[tuple[str, bytes]] = deque()
-        self._outbox_filled = asyncio.Event()
+        self._unheard = names.all_unheard(ingress).removesuffix("*.*")
         self._replies: dict[int, str] = {}
         self._claims = 0
         self._subscriptions: list[Subscription] = []
@@ -120,9 +115,10 @@ class RequestShell:
         self._subscriptions = [
             await self._bus.subscribe(names.claim(self._ingress), self._on_claim),
             await self._bus.subscribe(names.out(self._ingress), self._on_frames),
+            await self._bus.subscribe(names.all_unheard(self._ingress), self._on_unheard),
         ]
         self._bus.on_reconnected(self._on_reconnected)
-        self._loops.spawn(self._send_outbox(), self._check_round_trip(), self._check_queues())
+        self._loops.spawn(self._check_round_trip(), self._check_queues())
         self._tasks.spawn(self._ensure_queue())
 
     async def stop(self) -> None:
@@ -163,8 +159,8 @@ class RequestShell:
                     self._post(reply, encode(command.reply))
             case PublishTicket():
                 self._tasks.spawn(self._publish(command))
-            case OfferTicket():
-                self._tasks.spawn(self._offer(command))
+            case HandOver():
+                self._hand_over(command)
             case DeleteTicket():
                 self._tasks.spawn(self._delete(command))
             case EnsureQueue():
@@ -179,23 +175,13 @@ class RequestShell:
                 assert_never(command)
 
     def _post(self, subject: str, payload: bytes) -> None:
-        """Core messages go out in order through one task; they may be lost, as on any bus."""
-        if len(self._outbox) < OUTBOX_MESSAGES_MAX:
-            self._outbox.append((subject, payload))
-            self._outbox_filled.set()
-
-    async def _send_outbox(self) -> None:
-        while True:
-            await self._outbox_filled.wait()
-            self._outbox_filled.clear()
-            while self._outbox:
-                subject, payload = self._outbox.popleft()
-                try:
-                    await self._bus.publish(subject, payload)
-                except PayloadTooLarge as error:
-                    log.warning("a message is too large for the bus", subject=subject, size_bytes=error.size_bytes)
-                except BusError:
-                    self._outbox.clear()  # What is late is wrong: the core says again what still matters.
+        """Core messages may be lost, as on any bus: the core says again what still matters."""
+        try:
+            self._bus.post(subject, payload)
+        except PayloadTooLarge as error:
+            log.warning("a message is too large for the bus", subject=subject, size_bytes=error.size_bytes)
+        except BusError:
+            pass
 
     async def _publish(self, command: PublishTicket) -> None:
         ticket, profile = command.ticket, command.ticket.profile
@@ -220,17 +206,18 @@ class RequestShell:
         else:
             self.step(TicketStored(*about, stored))
 
-    async def _offer(self, command: OfferTicket) -> None:
-        ticket = command.ticket
+    def _hand_over(self, command: HandOver) -> None:
+        grant = command.hand.grant
+        reply = names.unheard(self._ingress, grant.request, grant.attempt)
         try:
-            raw = await self._bus.request(names.run(command.replica), encode(ticket), timeout_s=OFFER_CLAIM_S)
-            outcome = OfferOutcome.BUSY if decode(raw, OfferReply).busy else OfferOutcome.ACCEPTED
-        except DecodeError:
-            self._sink.discarded("offer-reply")
-            outcome = OfferOutcome.UNANSWERED
+            self._bus.post(names.run(command.replica), encode(command.hand), reply=reply)
         except BusError:
-            outcome = OfferOutcome.UNANSWERED
-        self.step(OfferAnswered(ticket.request, ticket.attempt, outcome))
+            self._events.append(HandLost(grant.request, grant.attempt))
+
+    def _on_unheard(self, message: BusMessage) -> None:
+        request, _, attempt = message.subject.removeprefix(self._unheard).rpartition(".")
+        if message.undelivered and attempt.isdecimal():
+            self.step(HandLost(RequestId(request), int(attempt)))
 
     async def _delete(self, command: DeleteTicket) -> None:
         try:

@@ -244,10 +244,27 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 ClaimReply = Grant | Refusal
 
 
-class OfferReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's answer to a ticket offered on ``run.<replica>``; an acceptance is followed by an ordinary claim."""
+class Hand(msgspec.Struct, frozen=True, kw_only=True):
+    """Ticket and grant in one, on ``run.<replica>``: for a replica that said that it has room (ops/decisions/0026).
 
-    busy: bool
+    ``number`` grows with whatever this gateway hands over. Nothing answers it but the request's frames, or ``Gone`` with
+    ``full`` from a replica that cannot take it after all.
+    """
+
+    number: int
+    ingress: IngressId
+    profile: RequestProfile
+    grant: Grant
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica would take of one gateway at once, after the ``hands`` that it has seen: requests, KV pages for them
+    all, and prompt tokens, of which the last request may have any number."""
+
+    hands: int
+    slots: int
+    pages: int
+    tokens: int
 
 
 class FailureKind(Enum):
@@ -276,7 +293,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New output of one choice of one request.
 
     ``first_token_index`` numbers the choice's units from 0: tokens where the engine gives ids (then
@@ -301,20 +318,25 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class Gone(msgspec.Struct, frozen=True, kw_only=True):
-    """The replica neither holds this request nor is claiming it."""
+class Gone(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The replica neither holds this request nor is claiming it. ``full``: it was handed over, and there was no room."""
 
     request: RequestId
     attempt: int
+    full: bool = False
 
 
-class Frames(msgspec.Struct, frozen=True, kw_only=True):
-    """One message per engine step with the deltas of all requests of one gateway; empty when it only answers ``Held``."""
+class Frames(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message per engine step with the deltas of all requests of one gateway; empty when it only answers ``Held``.
+
+    Without ``room`` nothing can be handed over.
+    """
 
     replica: ReplicaId
     sequence: int
     deltas: tuple[Delta, ...] = ()
     gone: tuple[Gone, ...] = ()
+    room: Room | None = None
 
 
 class HeldEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,6 +353,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
     ingress: IngressId
     sequence: int
     entries: tuple[HeldEntry, ...]
+    hands: int = 0
+    """The number of the last hand before it: what did not come by then is lost."""
 
 
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag="resend"):

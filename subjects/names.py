@@ -65,13 +65,23 @@ def claim(ingress: IngressId) -> str:
 
 
 def run(replica: ReplicaId) -> str:
-    """Where a replica answers offers."""
+    """Where a replica is handed requests."""
     return f"{PREFIX}.run.{_token(replica)}"
 
 
 def out(ingress: IngressId) -> str:
     """Where a gateway receives frames."""
     return f"{PREFIX}.out.{_token(ingress)}"
+
+
+def unheard(ingress: IngressId, request: str, attempt: int) -> str:
+    """The reply subject of a request that is handed over: the server tells there that the replica is not connected."""
+    return f"{PREFIX}.unheard.{ingress}.{request}.{attempt}"
+
+
+def all_unheard(ingress: IngressId) -> str:
+    """What :func:`unheard` makes for a gateway."""
+    return f"{PREFIX}.unheard.{_token(ingress)}.*.*"
 
 
 def why(ingress: IngressId) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -34,8 +35,8 @@ from subjects.messages import (
     ClaimReply,
     Delta,
     EngineType,
+    Hand,
     Lane,
-    OfferReply,
     PoolDigest,
     ReplicaState,
     SlaClass,
@@ -71,7 +72,6 @@ from workers.core.replica_events import (
     CLAIM_TIMEOUT_S,
     AbortRequest,
     AckTicket,
-    AnswerOffer,
     BackReceived,
     BusReconnected,
     BusRoundTripMade,
@@ -82,8 +82,8 @@ from workers.core.replica_events import (
     EngineFailed,
     EngineStepped,
     ExitReplica,
+    HandReceived,
     KvResized,
-    OfferReceived,
     Opened,
     PoolChanged,
     Pull,
@@ -191,8 +191,6 @@ class Replica:
         self._outbox_empty = asyncio.Event()
         self._outbox_empty.set()
         self._pullers: dict[tuple[SlaClass, Lane], Puller] = {}
-        self._offers: dict[int, str] = {}
-        self._offers_seen = 0
         self._gathered: list[Delta] = []
         self._pool = PoolChanged(weights={})
         self._load = ReportLoad(running=0, slots=0, kv_pages_free=0)
@@ -260,9 +258,11 @@ class Replica:
     async def _open(self, bus: Bus, info: EngineInfo) -> None:
         self._tasks.spawn(self._send_outbox(), self._run_engine(), self._make_round_trips(bus), self._report())
         bus.on_reconnected(lambda: self._feed(BusReconnected()))
-        await bus.subscribe(names.run(self._spec.replica), self._offered)
+        await bus.subscribe(names.run(self._spec.replica), self._handed)
         await bus.subscribe(names.back(self._spec.replica), self._told)
         await bus.subscribe(names.POOL, self._pool_told)
+        with contextlib.suppress(BusError):  # it subscribes again when it is back
+            await bus.round_trip(timeout_s=ROUND_TRIP_TIMEOUT_S)
         self._serve(info)
 
     def _serve(self, info: EngineInfo) -> None:
@@ -357,9 +357,6 @@ class Replica:
                 log.info("aborted in the engine", request=request, attempt=attempt)
             case SendFrames(ingress, frames):
                 self._put(lambda: bus.publish(names.out(ingress), encode(frames)))
-            case AnswerOffer(token=offer, busy=busy):
-                reply = self._offers.pop(offer)
-                self._put(lambda: bus.publish(reply, encode(OfferReply(busy=busy))))
             case ReportLoad():
                 if command.running == 0 and self._load.running > 0:
                     self._idle_since_s = time.monotonic()
@@ -444,13 +441,8 @@ class Replica:
             log.warning("a claim was not answered", error=type(error).__name__)
         self._feed(ClaimUnanswered(claim.request, claim.attempt, unanswered))
 
-    def _offered(self, message: BusMessage) -> None:
-        if not message.reply:
-            return
-        ticket = decode(message.payload, Ticket)
-        self._offers_seen += 1
-        self._offers[self._offers_seen] = message.reply
-        self._feed(OfferReceived(ticket=ticket, token=self._offers_seen))
+    def _handed(self, message: BusMessage) -> None:
+        self._feed(HandReceived(decode(message.payload, Hand)))
 
     def _told(self, message: BusMessage) -> None:
         self._feed(BackReceived(decode(message.payload, Back)))  # type: ignore[arg-type]  # a union is no type to mypy

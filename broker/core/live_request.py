@@ -20,8 +20,6 @@ GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 class State(Enum):
     """Where a request is. All but ``RUNNING`` wait for a claim, and a claim is granted in each of them."""
 
-    OFFERED = "offered"
-    """One replica was asked directly; no ticket is published yet."""
     PUBLISHING = "publishing"
     """The ticket is on its way to the work-queue."""
     UNSTORED = "unstored"
@@ -29,12 +27,11 @@ class State(Enum):
     STORED = "stored"
     """The work-queue holds it, as far as we know."""
     RUNNING = "running"
-    """``holder`` was granted the current attempt."""
+    """``holder`` was granted the current attempt, or was handed it."""
 
 
 TRANSITIONS: dict[State | None, frozenset[State | None]] = {
-    None: frozenset({State.OFFERED, State.PUBLISHING, None}),
-    State.OFFERED: frozenset({State.PUBLISHING, State.RUNNING, None}),
+    None: frozenset({State.PUBLISHING, State.RUNNING, None}),
     State.PUBLISHING: frozenset({State.PUBLISHING, State.UNSTORED, State.STORED, State.RUNNING, None}),
     State.UNSTORED: frozenset({State.PUBLISHING, State.RUNNING, None}),
     State.STORED: frozenset({State.PUBLISHING, State.RUNNING, None}),
@@ -45,16 +42,16 @@ TRANSITIONS: dict[State | None, frozenset[State | None]] = {
 ================  =========================================================================================
 from -> to        because
 ================  =========================================================================================
-None -> OFFERED   submitted with a replica worth asking
+None -> RUN.      submitted while nobody waits and a replica has room: handed over to it
 None -> PUBL.     submitted
-OFFERED -> PUBL.  busy, no answer, no claim in time, the replica died, our bus reconnected
 PUBL. -> PUBL.    our bus reconnected: a new publication of the same attempt
 PUBL. -> STORED   the work-queue acknowledged this very publication
 PUBL. -> UNST.    it did not (yet)
 UNST. -> PUBL.    the pause is over, or our bus reconnected
 STORED -> PUBL.   our bus reconnected, the stream is another one or gone, or it yields: it cannot meet its target now
 waiting -> RUN.   a claim of the current attempt: the holder is noted, then answered
-RUN. -> PUBL.     the holder is lost or its engine sick: a new attempt, if nothing was sent or it can be continued
+RUN. -> PUBL.     the holder is lost or its engine sick: a new attempt, if nothing was sent or it can be continued; also
+                  when it was handed over and did not arrive, or there was no room after all
 RUN. -> UNST.     its engine was busy: a new attempt after a pause
 any -> None       finished, failed, client left, waiting bound, deadline, losses, shutdown
 ================  =========================================================================================
@@ -104,7 +101,6 @@ class LiveRequest:
     waits_since_s: float = 0.0
     retry_s: float = inf
     stored: Stored | None = None
-    offered_to: ReplicaId | None = None
     holder: ReplicaId | None = None
     choices: list[Choice] = field(default_factory=list)
     start_token_ids: tuple[int, ...] = ()

@@ -18,6 +18,7 @@ from subjects.messages import (
     ClaimReply,
     Delta,
     Frames,
+    Hand,
     PoolDigest,
     RequestProfile,
     Sla,
@@ -35,8 +36,6 @@ ROUND_TRIP_FRESH_S = 0.5
 """The own bus counts as working for so long after a round trip; the shell makes one about every 0.2 s."""
 RECONNECT_GRACE_S = 5.0
 """After our own reconnect others may still be reconnecting; their silence does not count for so long."""
-OFFER_CLAIM_S = 0.1
-"""An offered ticket that is not claimed within this time is published."""
 RESEND_EVERY_S = 0.1
 """At most one ``Resend`` per choice of a request in this time."""
 PUBLISH_RETRY_S = 0.2
@@ -87,9 +86,9 @@ Outcome = Finished | Failed | Cancelled
 class RequestSubmitted:
     """An admitted request. ``wait_until_s`` bounds the wait for a grant, ``deadline_s`` everything.
 
-    ``body`` is the client's JSON. ``offer_to`` names a replica worth asking first (it holds the prefix). After
-    ``yields_at_s`` it can no longer meet its first-token target, and waits behind those that can (ops/decisions/0009).
-    ``sla`` are its model's targets, by which its end is counted. ``adapter`` answers in place of the base model.
+    ``body`` is the client's JSON. After ``yields_at_s`` it can no longer meet its first-token target, and waits behind those
+    that can (ops/decisions/0009). ``sla`` are its model's targets, by which its end is counted. ``adapter`` answers in place
+    of the base model.
     """
 
     request: RequestId
@@ -99,7 +98,6 @@ class RequestSubmitted:
     deadline_s: float
     prompt_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
-    offer_to: ReplicaId | None = None
     yields_at_s: float = inf
     sla: Sla | None = None
     adapter: Adapter | None = None
@@ -134,21 +132,12 @@ class TicketNotStored:
     reason: NotStoredReason
 
 
-class OfferOutcome(Enum):
-    """What came of ``OfferTicket``; ``UNANSWERED`` also stands for no responder and a lost bus."""
-
-    ACCEPTED = "accepted"
-    BUSY = "busy"
-    UNANSWERED = "unanswered"
-
-
 @dataclass(frozen=True, slots=True)
-class OfferAnswered:
-    """``OfferTicket`` came back; an acceptance is followed by an ordinary claim."""
+class HandLost:
+    """``HandOver`` did not reach its replica, for certain: it is not connected, or we are not."""
 
     request: RequestId
     attempt: int
-    outcome: OfferOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +203,7 @@ RequestEvent = (
     RequestSubmitted
     | TicketStored
     | TicketNotStored
-    | OfferAnswered
+    | HandLost
     | ClaimReceived
     | FramesReceived
     | ClientLeft
@@ -255,11 +244,11 @@ class DeleteTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferTicket:
-    """Offer the ticket on ``run.<replica>`` with a timeout of ``OFFER_CLAIM_S``; answered by one ``OfferAnswered``."""
+class HandOver:
+    """Send on ``run.<replica>``; answered by one ``HandLost`` only where it is certain that it did not arrive."""
 
     replica: ReplicaId
-    ticket: Ticket
+    hand: Hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,11 +287,15 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class RecordRestart:
-    """The request lost its replica and waits again under a new attempt; ``reason`` is for people."""
+    """The request lost its replica and waits again under a new attempt; ``reason`` is for people.
+
+    ``handed``: the replica that it was handed to had never begun with it, which is no news in a busy pool.
+    """
 
     request: RequestId
     attempt: int
     reason: str
+    handed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +310,7 @@ RequestCommand = (
     PublishTicket
     | EnsureQueue
     | DeleteTicket
-    | OfferTicket
+    | HandOver
     | AnswerClaim
     | SendBack
     | RecordGrant

@@ -11,7 +11,7 @@ The gateway is the only judge of who runs what. Three facts carry everything:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import assert_never
@@ -24,7 +24,6 @@ from broker.core.request_events import (
     HELD_LINGER_S,
     HELD_UNANSWERED_MAX,
     LOSSES_MAX,
-    OFFER_CLAIM_S,
     PUBLISH_RETRY_S,
     RECENT_ENDS_MAX,
     RECENT_ENDS_S,
@@ -43,10 +42,9 @@ from broker.core.request_events import (
     Failed,
     Finished,
     FramesReceived,
+    HandLost,
+    HandOver,
     NotStoredReason,
-    OfferAnswered,
-    OfferOutcome,
-    OfferTicket,
     Outcome,
     PoolChanged,
     PublishTicket,
@@ -71,6 +69,7 @@ from subjects.messages import (
     Failure,
     FailureKind,
     Frames,
+    Hand,
     Held,
     HeldEntry,
     ModelDemand,
@@ -79,6 +78,7 @@ from subjects.messages import (
     Refusal,
     RefusalReason,
     Resend,
+    Room,
     Ticket,
 )
 
@@ -90,12 +90,36 @@ RETRY_AFTER_S = 5
 
 @dataclass(slots=True)
 class _Link:
-    """What this gateway knows of a replica that has, or just had, requests of it. ``running`` keeps the order of grants."""
+    """What this gateway knows of a replica that has, or just had, requests of it. ``running`` keeps the order of grants.
+
+    ``room`` is its latest word, ``hands`` the number of what was handed to it last, and ``unseen`` is what that word does
+    not know of: number, KV pages and prompt tokens of each.
+    """
 
     running: dict[RequestId, None] = field(default_factory=dict)
     awaiting_frame: bool = False
     unanswered: int = 0
     linger_until_s: float = 0.0
+    hands: int = 0
+    room: Room | None = None
+    unseen: deque[tuple[int, int, int]] = field(default_factory=deque)
+
+    def room_is(self, room: Room | None) -> None:
+        """The replica's word, in the order in which it gave it."""
+        self.room = room
+        while room is not None and self.unseen and self.unseen[0][0] <= room.hands:
+            self.unseen.popleft()
+
+    def slots_for(self, pages: int) -> int:
+        """How many requests it would take, the first of them with so many pages; 0 when it would not take that one."""
+        room = self.room
+        if room is None or self.unanswered > 1:
+            return 0
+        slots, pages_left, tokens = room.slots - len(self.unseen), room.pages, room.tokens
+        for _, other_pages, other_tokens in self.unseen:
+            pages_left -= other_pages
+            tokens -= other_tokens
+        return slots if pages <= pages_left and tokens > 0 else 0
 
 
 class RequestCore:
@@ -106,6 +130,10 @@ class RequestCore:
         self._continuation_enabled = continuation_enabled
         self._live: dict[RequestId, LiveRequest] = {}
         self._stored: dict[ModelKey, dict[RequestId, None]] = {}
+        self._hands = 0
+        self._waiting: dict[ModelHash, int] = {}
+        self._serving: dict[ModelHash, dict[ReplicaId, None]] = {}
+        """Replicas of a model that have a link."""
         self._links: dict[ReplicaId, _Link] = {}
         self._recent: OrderedDict[RequestId, tuple[float, RefusalReason]] = OrderedDict()
         self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
@@ -164,11 +192,10 @@ class RequestCore:
                 self._ticket_stored(now_s, event, out)
             case TicketNotStored():
                 self._ticket_not_stored(now_s, event, out)
-            case OfferAnswered():
+            case HandLost():
                 live = self._live.get(event.request)
-                offered = live is not None and live.state is State.OFFERED and live.attempt == event.attempt
-                if live is not None and offered and event.outcome is not OfferOutcome.ACCEPTED:
-                    self._publish(now_s, live, out)
+                if live is not None and live.state is State.RUNNING and live.attempt == event.attempt:
+                    self._not_handed(now_s, live, "its replica is out of reach", out)
             case ClaimReceived():
                 out.extend(self._judge_claim(now_s, event))
             case FramesReceived():
@@ -206,8 +233,6 @@ class RequestCore:
                 self._end(now_s, live, gone, out)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
                 self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
-            elif live.state is State.OFFERED:
-                self._publish(now_s, live, out)
             elif live.state is State.UNSTORED:
                 self._send_ticket(now_s, live, out)
             elif live.state is State.STORED:
@@ -245,13 +270,38 @@ class RequestCore:
         model = self._models.get(live.profile.model_hash)
         if model is not None and model.refusal:
             self._end(now_s, live, self._refused_by_pool(model), out)
-        elif event.offer_to is not None and event.offer_to not in self._dead:
-            live.offered_to = event.offer_to
-            live.retry_s = now_s + OFFER_CLAIM_S
-            self._move(now_s, live, State.OFFERED)
-            out.append(OfferTicket(event.offer_to, self._ticket(live)))
-        else:
+        elif not self._hand_over(now_s, live, out):
             self._publish(now_s, live, out)
+
+    def _hand_over(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> bool:
+        """Gives a new request at once to the replica with the most room, if none waits that came before it."""
+        model = live.profile.model_hash
+        if self._waiting.get(model):
+            return False
+        pages = live.profile.kv_pages_needed
+        most, replica = 0, None
+        for candidate in self._serving.get(model, ()):
+            slots = self._links[candidate].slots_for(pages)
+            if slots > most:
+                most, replica = slots, candidate
+        grant = live.grant(0)
+        if replica is None or grant is None or grant.parts > 1:
+            return False
+        link = self._links[replica]
+        self._hands += 1
+        link.hands = self._hands
+        link.unseen.append((link.hands, pages, live.profile.input_tokens))
+        hand = Hand(number=link.hands, ingress=self._ingress, profile=live.profile, grant=grant)
+        self._hold(now_s, live, replica)
+        out += (HandOver(replica, hand), RecordGrant(live.request, live.attempt, replica, 0.0))
+        return True
+
+    def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand]) -> None:
+        """It was handed over and never begun: no loss, and what it is told to next is the queue."""
+        if live.holder is not None and (link := self._links.get(live.holder)) is not None:
+            link.room = None
+        if not live.sent_in_attempt:
+            self._restart(now_s, live, why, out, handed=True)
 
     def _publish(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
         """Under a new publication number, since the work-queue swallows a message id that it has seen."""
@@ -261,7 +311,6 @@ class RequestCore:
     def _send_ticket(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
         live.publication = max(1, live.publication)
         live.retry_s = inf
-        live.offered_to = None
         self._move(now_s, live, State.PUBLISHING)
         message_id = f"{live.request}.{live.attempt}.{live.publication}"
         ttl_s = max(1, ceil(min(live.wait_until_s, live.deadline_s) - now_s))
@@ -327,7 +376,9 @@ class RequestCore:
         if live.state is State.RUNNING:
             return [answer]
         waited_s = now_s - live.waits_since_s
-        self._hold(now_s, live, claim.replica)
+        link = self._hold(now_s, live, claim.replica)
+        link.unanswered = 0  # A claim shows as well as a frame that somebody is there.
+        link.awaiting_frame = False
         return [answer, RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
 
     def _verdict(self, now_s: float, claim: Claim) -> RefusalReason | tuple[LiveRequest, ClaimReply]:
@@ -345,16 +396,15 @@ class RequestCore:
             return RefusalReason.UNKNOWN
         return live, grant
 
-    def _hold(self, now_s: float, live: LiveRequest, replica: ReplicaId) -> None:
+    def _hold(self, now_s: float, live: LiveRequest, replica: ReplicaId) -> _Link:
         live.holder = replica
         live.stored = None
-        live.offered_to = None
         live.retry_s = inf
         self._move(now_s, live, State.RUNNING)
         link = self._link(now_s, replica)
         link.running[live.request] = None
-        link.unanswered = 0  # A claim shows as well as a frame that somebody is there.
-        link.awaiting_frame = False
+        self._serving.setdefault(live.profile.model_hash, {})[replica] = None
+        return link
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
@@ -366,6 +416,7 @@ class RequestCore:
             link.linger_until_s = now_s + HELD_LINGER_S
         link.unanswered = 0
         link.awaiting_frame = False
+        link.room_is(frames.room)
         unwanted: dict[tuple[RequestId, int], None] = {}
         for delta in frames.deltas:
             live = self._held_by(frames.replica, delta.request, delta.attempt)
@@ -377,7 +428,9 @@ class RequestCore:
                 self._take_delta(now_s, live, frames.replica, delta, out)
         for gone in frames.gone:
             live = self._held_by(frames.replica, gone.request, gone.attempt)
-            if live is not None:
+            if live is not None and gone.full:
+                self._not_handed(now_s, live, "its replica had no room", out)
+            elif live is not None:
                 self._lose(now_s, live, "its replica does not have it", out)
         for request, attempt in unwanted:
             out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
@@ -445,11 +498,18 @@ class RequestCore:
             self._restart(now_s, live, why, out)
 
     def _restart(
-        self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand], *, pause_s: float = 0.0
+        self,
+        now_s: float,
+        live: LiveRequest,
+        why: str,
+        out: list[RequestCommand],
+        *,
+        pause_s: float = 0.0,
+        handed: bool = False,
     ) -> None:
         self._let_go(now_s, live)
         live.begin_attempt(now_s)
-        out.append(RecordRestart(live.request, live.attempt, why))
+        out.append(RecordRestart(live.request, live.attempt, why, handed))
         if now_s >= live.wait_until_s:
             self._end(now_s, live, self._no_capacity(live, why), out)
         elif pause_s:
@@ -530,14 +590,18 @@ class RequestCore:
                 self._end(now_s, live, self._refused_by_pool(self._models[live.profile.model_hash]), out)
 
     def _bury(self, now_s: float, replica: ReplicaId, out: list[RequestCommand]) -> None:
-        link = self._links.pop(replica, None)
+        link = self._forget_link(replica)
         for request in list(link.running) if link is not None else ():
             self._lose(now_s, self._live[request], "its replica died", out)
         if not self._links:
             self._held_due_s = inf
-        for live in list(self._live.values()):
-            if live.state is State.OFFERED and live.offered_to == replica:
-                self._publish(now_s, live, out)
+
+    def _forget_link(self, replica: ReplicaId) -> _Link | None:
+        for model, serving in list(self._serving.items()):
+            serving.pop(replica, None)
+            if not serving:
+                del self._serving[model]
+        return self._links.pop(replica, None)
 
     def _link(self, now_s: float, replica: ReplicaId) -> _Link:
         link = self._links.get(replica)
@@ -557,11 +621,12 @@ class RequestCore:
             for request in list(link.running) if silent else ():
                 self._lose(now_s, self._live[request], "its replica fell silent", out)
             if not link.running and now_s >= link.linger_until_s and (silent or not link.awaiting_frame):
-                del self._links[replica]
+                self._forget_link(replica)
                 continue
             self._held_sent += 1
             entries = tuple(self._held_entry(self._live[request]) for request in link.running)
-            out.append(SendBack(replica, Held(ingress=self._ingress, sequence=self._held_sent, entries=entries)))
+            held = Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
+            out.append(SendBack(replica, held))
             link.awaiting_frame = True
         self._held_due_s = now_s + HELD_EVERY_S if self._links else inf
 
@@ -584,8 +649,12 @@ class RequestCore:
             self._stored.setdefault(key, {})[live.request] = None
         if waits and not was_waiting:
             self._demand.waits(live.queued_as, live.request, now_s)
+            self._waiting[live.profile.model_hash] = self._waiting.get(live.profile.model_hash, 0) + 1
         elif was_waiting and not waits:
             self._demand.stopped_waiting(live.queued_as, live.request)
+            self._waiting[live.profile.model_hash] -= 1
+            if not self._waiting[live.profile.model_hash]:
+                del self._waiting[live.profile.model_hash]
         if (state is State.RUNNING) != (live.state is State.RUNNING):
             self._demand.runs(live.profile, 1 if state is State.RUNNING else -1)
         live.state = state

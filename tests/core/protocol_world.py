@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import msgspec
+
 from broker.core import request_events as g
 from broker.core.live_request import State
 from broker.core.requests import RequestCore
@@ -28,6 +30,7 @@ from subjects.messages import (
     FailureKind,
     Frames,
     Grant,
+    Hand,
     Lane,
     PoolDigest,
     RequestProfile,
@@ -163,6 +166,8 @@ class World:
         self.now_s = 100.0
         self.faults = Faults()
         self.trouble = False
+        self.hands = True
+        self.handed = 0
         self.unserved_acks: set[RequestId] = set()
         self.gateways: list[GatewayProcess] = []
         self.replicas: list[ReplicaProcess] = []
@@ -376,7 +381,7 @@ class World:
         failures: list[FailureKind] | None = None,
         prefills_s: list[float] | None = None,
         body_bytes: int = 10,
-        offer_to: ReplicaProcess | None = None,
+        stream: bool = True,
     ) -> RequestId:
         """A client's request for ``totals`` tokens per choice; its first runs fail as ``failures`` says and give
         their first token after ``prefills_s``."""
@@ -398,6 +403,7 @@ class World:
             lane=lane,
             max_tokens=max(totals),
             n=len(totals),
+            stream=stream,
             input_tokens=10,
             expected_output_tokens=sum(totals),
             kv_pages_needed={Lane.SMALL: 30, Lane.MEDIUM: 300, Lane.LARGE: 590}[lane],
@@ -409,7 +415,6 @@ class World:
             body=BODY[:body_bytes],
             wait_until_s=self.now_s + WAIT_BOUND_S,
             deadline_s=self.now_s + DEADLINE_S,
-            offer_to=None if offer_to is None else ReplicaId(offer_to.name),
         )
         self._on(gateway, lambda: self._gateway(gateway, submitted))
         return request
@@ -445,8 +450,8 @@ class World:
             case g.DeleteTicket(stored):
                 if self._bus_up and process.connected and stored.created == self._created:
                     self._queue.pop(stored.sequence, None)
-            case g.OfferTicket(replica, ticket):
-                self._offer(process, self._replica_named(replica), ticket)
+            case g.HandOver(replica, hand):
+                self._hand(process, self._replica_named(replica), hand)
             case g.AnswerClaim(token, reply):
                 target, key, number = process.replies.pop(token)
                 self._send(process, target, lambda: self._claim_answered(target, key, number, reply))
@@ -478,10 +483,10 @@ class World:
         wanted = tuple(token_of(request, delta.choice, seen + i) for i in range(delta.units))
         if delta.token_ids != wanted:
             raise Broken(f"{request} got a foreign token")
-        run = int(delta.text)
-        if client.run is None:
-            client.run = run
-        if client.run != run:
+        runs = {int(word) for word in delta.text.split()}
+        if client.run is None and runs:
+            client.run = min(runs)
+        if runs - {client.run}:
             raise Broken(f"{request} got tokens of two runs")
         client.seen[delta.choice] += delta.units
         client.closed[delta.choice] = delta.finish_reason is not None
@@ -526,8 +531,6 @@ class World:
                     raise Broken(f"{process.name} aborts {request} attempt {attempt}, which does not run")
             case w.SendFrames(ingress, frames):
                 self._send_frames(process, ingress, frames)
-            case w.AnswerOffer():
-                raise Broken("an offer is answered in its own step")
             case w.ReportDrained():
                 process.drained = True
                 if process.runs:
@@ -539,6 +542,8 @@ class World:
 
     def _send_frames(self, process: ReplicaProcess, ingress: str, frames: Frames) -> None:
         gateway = next(gateway for gateway in self.gateways if gateway.name == ingress)
+        if not self.hands:  # as a replica of an older version
+            frames = msgspec.structs.replace(frames, room=None)
         self._send(process, gateway, lambda: self._gateway(gateway, g.FramesReceived(frames)))
 
     def _start(self, process: ReplicaProcess, grant: Grant) -> None:
@@ -588,7 +593,7 @@ class World:
                         choice=choice,
                         first_token_index=index,
                         units=units,
-                        text=str(run.number),
+                        text=f"{run.number} ",
                         token_ids=tuple(token_of(request, choice, index + i) for i in range(units)),
                         finish_reason="stop" if index + units == total else None,
                         end=end,
@@ -631,28 +636,14 @@ class World:
 
         self._on(process, tell)
 
-    def _offer(self, gateway: GatewayProcess, process: ReplicaProcess, ticket: Ticket) -> None:
-        answered = False
-
-        def answer(outcome: g.OfferOutcome) -> None:
-            nonlocal answered
-            if not answered:
-                answered = True
-                event = g.OfferAnswered(ticket.request, ticket.attempt, outcome)
-                self._on(gateway, lambda: self._gateway(gateway, event))
-
-        def offered() -> None:
-            commands = process.core.step(self.now_s, w.OfferReceived(ticket, 1))
-            for command in commands:
-                if isinstance(command, w.AnswerOffer):
-                    outcome = g.OfferOutcome.BUSY if command.busy else g.OfferOutcome.ACCEPTED
-                    self._send(process, gateway, lambda outcome=outcome: answer(outcome))  # type: ignore[misc]
-                else:
-                    self._do_replica(process, command)
-            self._arm(process)
-
-        self._send(gateway, process, offered)
-        self.at(self.now_s + g.OFFER_CLAIM_S, lambda: answer(g.OfferOutcome.UNANSWERED))
+    def _hand(self, gateway: GatewayProcess, process: ReplicaProcess, hand: Hand) -> None:
+        """The server says at once, and mostly rightly, when nobody is connected there."""
+        self.handed += 1
+        if self._bus_up and gateway.connected and process.alive and process.connected:
+            self._send(gateway, process, lambda: self._replica(process, w.HandReceived(hand)))
+        elif self.random.random() >= self.faults.loss:
+            lost = g.HandLost(hand.grant.request, hand.grant.attempt)
+            self.at(self.now_s + 0.001, lambda: self._on(gateway, lambda: self._gateway(gateway, lost)))
 
     # -------------------------------------------------------------------------------------------------- the work-queue
 

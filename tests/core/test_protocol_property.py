@@ -54,7 +54,7 @@ class Protocol(RuleBasedStateMachine):
         failures=st.one_of(st.just([]), st.lists(st.sampled_from(FailureKind), max_size=4)),
         prefills_s=st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), max_size=3),
         body_bytes=st.sampled_from([0, 10, 300_000]),
-        offered=st.booleans(),
+        stream=st.booleans(),
         count=st.sampled_from([1, 1, 3]),
     )
     def submit(
@@ -66,12 +66,11 @@ class Protocol(RuleBasedStateMachine):
         failures: list[FailureKind],
         prefills_s: list[float],
         body_bytes: int,
-        offered: bool,
+        stream: bool,
         count: int,
     ) -> None:
         """Requests arrive."""
         gateway = self._pick("gateway", data)
-        replica = self._pick("replica", data) if offered else None
         for _ in range(count if gateway is not None else 0):
             self.world.submit(
                 gateway,
@@ -81,7 +80,7 @@ class Protocol(RuleBasedStateMachine):
                 failures=list(failures),
                 prefills_s=list(prefills_s),
                 body_bytes=body_bytes,
-                offer_to=replica,
+                stream=stream,
             )
 
     @rule(data=st.data())
@@ -95,6 +94,11 @@ class Protocol(RuleBasedStateMachine):
     def time_passes(self, duration_s: float) -> None:
         """Time passes."""
         self._let_pass(duration_s)
+
+    @rule(hands=st.booleans())
+    def replicas_tell_their_room(self, hands: bool) -> None:
+        """Or do not, as those of an older version."""
+        self.world.hands = hands
 
     @rule(
         loss=st.sampled_from([0.0, 0.0, 0.05, 0.3]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, assert_never
 
+import msgspec
 import pytest
 
 from subjects.ids import IngressId, ModelHash, ReplicaId, RequestId, Tenant
@@ -14,6 +15,7 @@ from subjects.messages import (
     Endpoint,
     FailureKind,
     Grant,
+    Hand,
     Held,
     HeldEntry,
     Lane,
@@ -54,10 +56,8 @@ def brief(command: e.ReplicaCommand) -> str:
                 + (f" {d.failure.kind.value}" if d.failure else "")
                 for d in frames.deltas
             )
-            gone = " ".join(f"gone {g.request}.{g.attempt}" for g in frames.gone)
+            gone = " ".join(f"{'full for' if g.full else 'gone'} {g.request}.{g.attempt}" for g in frames.gone)
             return f"frames {deltas}{gone}"
-        case e.AnswerOffer(token, busy):
-            return f"{token}: {'busy' if busy else 'taken'}"
         case e.ReportLoad(running, slots, kv_pages_free):
             return f"load {running}/{slots}, {kv_pages_free} pages"
         case e.ReportDrained(given_back):
@@ -121,6 +121,7 @@ def ticket(
         endpoint=Endpoint.CHAT,
         tenant=Tenant("t"),
         lane=lane,
+        stream=True,
         max_tokens=9,
         input_tokens=input_tokens,
         expected_output_tokens=4,
@@ -128,6 +129,14 @@ def ticket(
         deadline_unix_s=0.0,
     )
     return Ticket(request=request, attempt=attempt, publication=1, ingress=GW, profile=profile)
+
+
+def hand(request: str = R, number: int = 1, *, stream: bool = True, **fields: Any) -> e.HandReceived:
+    """The request is handed over."""
+    wanted = ticket(request=RequestId(request), **fields)
+    profile = msgspec.structs.replace(wanted.profile, stream=stream)
+    grant = Grant(request=wanted.request, attempt=wanted.attempt)
+    return e.HandReceived(Hand(number=number, ingress=wanted.ingress, profile=profile, grant=grant))
 
 
 def delta(index: int, units: int = 1, *, attempt: int = 1, **fields: Any) -> Delta:
@@ -161,7 +170,7 @@ def phase_of(replica: Replica, attempt: int = 1) -> Phase | None:
 N, C, G, D = None, Phase.CLAIMING, Phase.RUNNING, Phase.FINISHED
 CLAIM = "claim gw-1.1 part 0 from gw"
 PULLED = e.TicketPulled(SlaClass.SILVER, Lane.SMALL, ticket(), "t2", 1)
-OFFERED = e.OfferReceived(ticket(), 3)
+HANDED = hand()
 GRANTED = e.ClaimAnswered(R, 1, Grant(request=R, attempt=1))
 TAKEN = e.ClaimAnswered(R, 1, Refusal(request=R, attempt=1, reason=RefusalReason.TAKEN))
 DEAD = e.ClaimAnswered(R, 1, Refusal(request=R, attempt=1, reason=RefusalReason.DEAD))
@@ -181,8 +190,8 @@ TABLE: list[tuple[Phase | None, e.ReplicaEvent, Phase | None, list[str]]] = [
     (C, PULLED, C, []),
     (G, PULLED, G, ["ack t2"]),
     (D, PULLED, D, ["ack t2"]),
-    (N, OFFERED, C, ["3: taken", CLAIM]),
-    *[(phase, OFFERED, phase, ["3: busy"]) for phase in (C, G, D)],
+    (N, HANDED, G, ["start gw-1.1"]),
+    *[(phase, HANDED, phase, []) for phase in (C, G, D)],
     (N, GRANTED, N, []),
     (C, GRANTED, G, ["ack t1", "start gw-1.1"]),
     (G, GRANTED, G, []),
@@ -374,7 +383,7 @@ def test_a_drain_waits_for_pulls_claims_runs_and_confirmations() -> None:
         if queue.outstanding:
             assert replica.all(e.PullExpired(sla_class, lane, queue.outstanding)) == []
     assert open_pulls > 1 and replica.core._planner.outstanding == 0
-    assert replica(OFFERED) == ["3: busy"]
+    assert replica(hand("gw-9")) == ["frames full for gw-9.1"]
     replica(FINISH)
     replica.held((1, (1,)))
     replica.held()
@@ -406,7 +415,7 @@ def test_a_replica_of_no_weight_takes_nothing_new_and_keeps_what_it_has() -> Non
     for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
         if queue.outstanding:
             assert replica.all(e.PullExpired(sla_class, lane, queue.outstanding)) == []
-    assert replica(OFFERED) == ["3: busy"] and replica.core._planner.outstanding == 0
+    assert replica(hand("gw-9")) == ["frames full for gw-9.1"] and replica.core._planner.outstanding == 0
     assert replica.held((1, (0,))) == ["frames "]
     assert any(line.startswith("pull") for line in replica.all(e.PoolChanged(weights={}), after_s=1.0))
 
@@ -576,23 +585,23 @@ def test_a_replica_takes_no_more_while_a_long_prompt_is_not_computed() -> None:
     """From its claim to its first token; others may take what waits meanwhile."""
     replica = Replica(slots=8)
     replica.pull(ticket(input_tokens=5000))
-    assert replica(e.OfferReceived(ticket(request=RequestId("gw-2")), 3)) == ["3: busy"]
+    assert replica(hand("gw-2")) == ["frames full for gw-2.1"]
     replica.grant()
     lines = replica.all(e.PullExpired(SlaClass.SILVER, Lane.SMALL, 1), after_s=1.0)
     assert not any(line.startswith("pull") for line in lines)
     lines = replica.all(e.EngineStepped((delta(0),)))
     assert any(line.startswith("pull") for line in lines)
-    assert replica(e.OfferReceived(ticket(request=RequestId("gw-3")), 4))[0] == "4: taken"
+    assert replica(hand("gw-3")) == ["start gw-3.1"]
 
 
 def test_a_replica_pulls_by_the_pages_that_its_engine_has_now() -> None:
     """After a change of its KV budget, and again after a sleep (SCH-8)."""
     replica = Replica(slots=8, kv_pages=10)
-    assert replica(e.OfferReceived(ticket(), 3))[0] == "3: taken"
-    assert replica(e.OfferReceived(ticket(request=RequestId("gw-2")), 4)) == ["4: busy"]
+    assert replica(hand()) == ["start gw-1.1"]
+    assert replica(hand("gw-2")) == ["frames full for gw-2.1"]
     replica(e.KvResized(1000))
-    assert replica(e.OfferReceived(ticket(request=RequestId("gw-3")), 5))[0] == "5: taken"
+    assert replica(hand("gw-3")) == ["start gw-3.1"]
     replica(e.DrainStarted(0.0))
-    assert replica(e.OfferReceived(ticket(request=RequestId("gw-4")), 6))[-1] == "6: busy"
+    assert replica(hand("gw-4"))[-1] == "frames full for gw-4.1"
     replica(e.Opened(8, 1000, 16, 4096))
-    assert replica(e.OfferReceived(ticket(request=RequestId("gw-5")), 7))[0] == "7: taken"
+    assert replica(hand("gw-5")) == ["start gw-5.1"]

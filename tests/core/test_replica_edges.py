@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from subjects.ids import IngressId, RequestId
-from subjects.messages import Resend
-from tests.core.test_replica import GW, R, Replica, delta, end, in_phase, ticket
+from subjects.messages import Cancel, Held, Lane, Resend, Room, SlaClass
+from tests.core.test_replica import GW, USAGE, R, Replica, delta, end, hand, in_phase, ticket
 from workers.core import replica_events as e
 from workers.core.held_request import Phase
 
@@ -75,18 +75,96 @@ def test_a_resend_is_of_one_choice_from_one_index() -> None:
     assert replica(e.BackReceived(beyond)) == []
 
 
-def test_an_offer_is_taken_only_with_room_for_all_of_it() -> None:
-    """A slot and the pages; what was taken or ended here is not taken again."""
+def test_a_hand_is_taken_only_with_room_for_all_of_it() -> None:
+    """A slot and the pages; what was refused once is refused for good, since its gateway has gone on with it."""
     replica = Replica(slots=2, kv_pages=100)
-    offers = [
-        e.OfferReceived(ticket(pages=60, request=RequestId("a")), 1),
-        e.OfferReceived(ticket(pages=41, request=RequestId("b")), 2),
-        e.OfferReceived(ticket(pages=40, request=RequestId("c")), 3),
-        e.OfferReceived(ticket(pages=0, request=RequestId("d")), 4),
-        e.OfferReceived(ticket(pages=60, request=RequestId("a")), 5),
-    ]
-    answers = [line for offer in offers for line in replica(offer) if not line.startswith("claim")]
-    assert answers == ["1: taken", "2: busy", "3: taken", "4: busy", "5: busy"]
+    hands = [hand("a", pages=60), hand("b", pages=41), hand("c", pages=40), hand("d", pages=0), hand("a", pages=60)]
+    answers = [line for one in hands for line in replica(one)]
+    assert answers == ["start a.1", "frames full for b.1", "start c.1", "frames full for d.1"]
+    replica(e.BackReceived(Cancel(ingress=GW, request=RequestId("a"), attempt=1)))
+    assert replica(hand("b", pages=1)) == ["frames full for b.1"]
+    assert replica(hand("a", pages=1)) == ["frames full for a.1"]
+
+
+def room_told(replica: Replica, ingress: IngressId = GW, hands: int = 0) -> Room | None:
+    """What the replica answers to ``Held``."""
+    replica.held_sequence += 1
+    held = Held(ingress=ingress, sequence=replica.held_sequence, entries=(), hands=hands)
+    commands = replica.core.step(replica.now_s, e.BackReceived(held))
+    (frames,) = [command.frames for command in commands if isinstance(command, e.SendFrames)]
+    return frames.room
+
+
+def test_a_gateway_is_told_what_it_may_hand_over() -> None:
+    """What is free, with the number of the last hand that was seen or must be lost; two gateways share it."""
+    replica = Replica(slots=5, kv_pages=100)
+    replica(hand(number=3, pages=10, input_tokens=50))
+    assert room_told(replica) == Room(hands=3, slots=4, pages=90, tokens=4046)
+    replica(e.EngineStepped((delta(0),)))
+    assert room_told(replica, IngressId("other")) == Room(hands=0, slots=2, pages=45, tokens=4096)
+    replica = Replica(slots=5, kv_pages=100)
+    replica(hand(number=3))
+    told = room_told(replica, hands=7)
+    assert told is not None and told.hands == 7
+
+
+@pytest.mark.parametrize(
+    "closing", [e.DrainStarted(99.0), e.PoolChanged(weights={}, closed=True), e.EngineFailed("it broke")]
+)
+def test_a_replica_that_takes_nothing_new_has_no_room_to_tell_of(closing: e.ReplicaEvent) -> None:
+    """Nothing is handed to one that drains, is closed, or has lost its engine."""
+    replica = Replica()
+    replica(closing)
+    assert room_told(replica) is None
+
+
+def test_no_room_is_told_of_while_tickets_may_be_waiting() -> None:
+    """A busy queue without an open pull may hold more: those in it came first."""
+    replica = Replica(slots=1)
+    replica.pull(ticket())
+    replica.grant()
+    told = room_told(replica)
+    assert told is not None and told.slots == 0
+    replica(e.EngineStepped((end(),)))  # Its slot is free, and a pull is open for it again.
+    told = room_told(replica)
+    assert told is not None and told.slots == 1
+    queue = replica.core._planner._queues[SlaClass.SILVER, Lane.SMALL]
+    assert (queue.window, queue.outstanding) == (1, 1)
+    queue.outstanding = 0
+    assert replica.core._planner.slots_nobody_waits_for(1) == 0
+
+
+def test_what_nobody_streams_is_sent_in_few_pieces() -> None:
+    """The first token at once; the rest as one, at its end or every 100 ms, with the boundaries of that one from then on."""
+    replica = Replica()
+    replica(hand(stream=False))
+    assert replica(e.EngineStepped((delta(0, text="a", token_ids=(5,)),))) == ["frames gw-1.1:0+1"]
+    assert replica(e.EngineStepped((delta(1, text="b", token_ids=(6,)),))) == []
+    assert replica(e.EngineStepped((delta(2, text="c", token_ids=(7,)),)), after_s=0.05) == []
+    assert replica.core.next_wake_s == pytest.approx(0.1)
+    assert replica(e.Ticked(), after_s=0.05) == ["frames gw-1.1:1+2"]
+    assert replica(e.EngineStepped((delta(3, text="d", token_ids=(8,)),))) == []
+    last = delta(4, text="e", token_ids=(9,), finish_reason="length", end=True, usage=USAGE)
+    commands = replica.core.step(replica.now_s, e.EngineStepped((last,)))
+    (frames,) = [command.frames for command in commands if isinstance(command, e.SendFrames)]
+    assert frames.deltas == (delta(3, 2, text="de", token_ids=(8, 9), finish_reason="length", end=True, usage=USAGE),)
+    wanted = Resend(ingress=GW, request=R, attempt=1, choice=0, from_index=1)
+    assert replica(e.BackReceived(wanted)) == ["frames gw-1.1:1+2 gw-1.1:3+2!"]
+
+
+def test_what_cannot_wait_takes_along_what_was_gathered() -> None:
+    """Log probabilities, a failure, a second choice: in order, behind what came before."""
+    replica = Replica()
+    replica(hand(stream=False))
+    replica(e.EngineStepped((delta(0),)))
+    replica(e.EngineStepped((delta(1),)))
+    assert replica(e.EngineStepped((delta(2, detail=b"{}"),))) == ["frames gw-1.1:1+1 gw-1.1:2+1"]
+    replica(e.EngineStepped((delta(3),)))
+    assert replica(e.EngineFailed("it broke")) == ["frames gw-1.1:3+1 gw-1.1:4+0! sick"]
+    replica = Replica()
+    replica(hand(stream=False))
+    replica(e.EngineStepped((delta(0), delta(1))))
+    assert replica(e.EngineStepped((delta(0, choice=1),))) == ["frames gw-1.1:1+1 gw-1.1:0+1"]
 
 
 def test_requests_of_two_gateways_do_not_mix() -> None:
@@ -130,13 +208,13 @@ def test_a_replica_is_idle_when_no_gateway_has_to_be_heard() -> None:
     assert not claiming.core.idle
 
 
-def test_a_replica_with_more_requests_than_slots_takes_no_offer() -> None:
+def test_a_replica_with_more_requests_than_slots_takes_no_hand() -> None:
     """Its slots were lowered while they ran; what runs goes on."""
     replica = Replica(slots=4)
     for name in ("a", "b", "c"):
-        assert replica(e.OfferReceived(ticket(request=RequestId(name)), 1))[-1].startswith(("1: taken", "claim"))
+        assert replica(hand(name)) == [f"start {name}.1"]
     replica(e.ConcurrencySet(2))
-    assert replica(e.OfferReceived(ticket(request=RequestId("d")), 2)) == ["2: busy"]
+    assert replica(hand("d")) == ["frames full for d.1"]
     assert replica.core.held == 3
 
 

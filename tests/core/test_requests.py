@@ -8,7 +8,7 @@ import pytest
 
 from broker.core import request_events as e
 from broker.core.live_request import TRANSITIONS, State
-from broker.core.request_events import NotStoredReason, OfferOutcome
+from broker.core.request_events import NotStoredReason
 from broker.core.requests import RequestCore
 from subjects.bus import Stored
 from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant
@@ -22,6 +22,7 @@ from subjects.messages import (
     Frames,
     Gone,
     Grant,
+    Hand,
     Held,
     Lane,
     PoolDigest,
@@ -30,6 +31,7 @@ from subjects.messages import (
     RequestKind,
     RequestProfile,
     Resend,
+    Room,
     Sla,
     SlaClass,
     Usage,
@@ -53,8 +55,8 @@ def brief(command: e.RequestCommand) -> str:
             return "ensure queue"
         case e.DeleteTicket(stored):
             return f"delete {stored.sequence}@{stored.created}"
-        case e.OfferTicket(replica, ticket):
-            return f"offer {ticket.request}.{ticket.attempt} to {replica}"
+        case e.HandOver(replica, hand):
+            return f"hand {hand.number} {hand.grant.request}.{hand.grant.attempt} to {replica}"
         case e.AnswerClaim(token, Grant() as grant):
             return f"{token}: grant {grant.request}.{grant.attempt} part {grant.part}/{grant.parts}"
         case e.AnswerClaim(token, Refusal() as refusal):
@@ -95,9 +97,7 @@ class Gateway:
         self.now_s += after_s
         return [brief(command) for command in self.core.step(self.now_s, event)]
 
-    def submit(
-        self, request: RequestId = R, *, offer_to: ReplicaId | None = None, sla: Sla | None = None, **fields: Any
-    ) -> list[str]:
+    def submit(self, request: RequestId = R, *, sla: Sla | None = None, **fields: Any) -> list[str]:
         """A request that may wait 20 s and last 100 s."""
         body = fields.pop("body", b"{}")
         return self(
@@ -107,7 +107,6 @@ class Gateway:
                 body=body,
                 wait_until_s=self.now_s + 20,
                 deadline_s=self.now_s + 100,
-                offer_to=offer_to,
                 sla=sla,
             )
         )
@@ -118,9 +117,21 @@ class Gateway:
         """A claim."""
         return self(e.ClaimReceived(Claim(request=request, attempt=attempt, replica=replica, part=part), token))
 
-    def frames(self, *deltas: Delta, replica: ReplicaId = HOLDER, gone: tuple[Gone, ...] = ()) -> list[str]:
+    def frames(
+        self, *deltas: Delta, replica: ReplicaId = HOLDER, gone: tuple[Gone, ...] = (), room: Room | None = None
+    ) -> list[str]:
         """Frames."""
-        return self(e.FramesReceived(Frames(replica=replica, sequence=1, deltas=deltas, gone=gone)))
+        return self(e.FramesReceived(Frames(replica=replica, sequence=1, deltas=deltas, gone=gone, room=room)))
+
+    def knows(
+        self, replica: ReplicaId = HOLDER, *, slots: int = 4, pages: int = 100, tokens: int = 1000, hands: int = 0
+    ) -> None:
+        """Another request of the model runs at ``replica``, which says what it would take."""
+        other = RequestId(f"at-{replica}")
+        if self.core.state_of(other) is None:
+            self.submit(other)
+            self.claim(other, replica=replica)
+        self.frames(replica=replica, room=Room(hands=hands, slots=slots, pages=pages, tokens=tokens))
 
 
 def profile(**fields: Any) -> RequestProfile:
@@ -152,9 +163,9 @@ def failure(kind: FailureKind, status: int = 500) -> Delta:
 def in_state(state: State) -> Gateway:
     """A gateway whose only request is in ``state``, one second after it came."""
     gateway = Gateway()
-    gateway.submit(offer_to=HOLDER if state is State.OFFERED else None)
+    gateway.submit()
     match state:
-        case State.OFFERED | State.PUBLISHING:
+        case State.PUBLISHING:
             pass
         case State.UNSTORED:
             gateway(e.TicketNotStored(R, 1, 1, NotStoredReason.BUS_UNAVAILABLE))
@@ -169,7 +180,7 @@ def in_state(state: State) -> Gateway:
     return gateway
 
 
-F, P, U, S, G = State.OFFERED, State.PUBLISHING, State.UNSTORED, State.STORED, State.RUNNING
+P, U, S, G = State.PUBLISHING, State.UNSTORED, State.STORED, State.RUNNING
 LEFT = e.ClientLeft(R)
 BY_HOLDER = e.ClaimReceived(Claim(request=R, attempt=1, replica=HOLDER), 5)
 BY_OTHER = e.ClaimReceived(Claim(request=R, attempt=1, replica=OTHER), 6)
@@ -181,9 +192,8 @@ OLD_STORED = e.TicketStored(R, 1, 0, STORED)
 FULL = e.TicketNotStored(R, 1, 1, NotStoredReason.QUEUE_FULL)
 MISSING = e.TicketNotStored(R, 1, 1, NotStoredReason.QUEUE_MISSING)
 TIMEOUT = e.TicketNotStored(R, 1, 1, NotStoredReason.TIMEOUT)
-OFFER_BUSY = e.OfferAnswered(R, 1, OfferOutcome.BUSY)
-OFFER_TAKEN = e.OfferAnswered(R, 1, OfferOutcome.ACCEPTED)
-OFFER_LOST = e.OfferAnswered(R, 1, OfferOutcome.UNANSWERED)
+HAND_LOST = e.HandLost(R, 1)
+OLD_HAND_LOST = e.HandLost(R, 0)
 BACK_AGAIN = e.BusReconnected()
 SAME_QUEUE = e.QueueChecked(KEY, 1)
 NEW_QUEUE = e.QueueChecked(KEY, 2)
@@ -192,6 +202,7 @@ HOLDER_DEAD = e.PoolChanged(PoolDigest(epoch=1, sequence=1, dead=(HOLDER,)))
 NO_FIT = e.PoolChanged(
     PoolDigest(epoch=1, sequence=1, models=(PoolModel(model_hash=MODEL, name="m", refusal="too big", permanent=True),))
 )
+NO_ROOM = e.FramesReceived(Frames(replica=HOLDER, sequence=1, gone=(Gone(request=R, attempt=1, full=True),)))
 GONE = e.FramesReceived(Frames(replica=HOLDER, sequence=1, gone=(Gone(request=R, attempt=1),)))
 OLD_GONE = e.FramesReceived(Frames(replica=HOLDER, sequence=1, gone=(Gone(request=R, attempt=0),)))
 OTHERS_GONE = e.FramesReceived(Frames(replica=OTHER, sequence=1, gone=(Gone(request=R, attempt=1),)))
@@ -208,15 +219,15 @@ UNWANTED = ["cancel gw-1.1 at rep-a"]
 
 TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     # A claim of the current attempt is granted wherever the request waits.
-    *[(state, BY_HOLDER, G, GRANT) for state in (F, P, U, S)],
+    *[(state, BY_HOLDER, G, GRANT) for state in (P, U, S)],
     (G, BY_HOLDER, G, ["5: grant gw-1.1 part 0/1"]),
     (G, BY_OTHER, G, ["6: refuse taken"]),
     (G, PART_1, G, ["6: refuse unknown"]),
-    *[(state, PART_1, state, ["6: refuse unknown"]) for state in (F, P, U, S)],
+    *[(state, PART_1, state, ["6: refuse unknown"]) for state in (P, U, S)],
     *[(state, STALE, state, ["6: refuse stale-attempt"]) for state in State],
     *[(state, NEVER_WAS, state, ["6: refuse unknown"]) for state in State],
     # Leaving ends it everywhere.
-    *[(state, LEFT, None, ["end gw-1 cancelled"]) for state in (F, P, U)],
+    *[(state, LEFT, None, ["end gw-1 cancelled"]) for state in (P, U)],
     (S, LEFT, None, ["delete 7@1", "end gw-1 cancelled"]),
     (G, LEFT, None, ["cancel gw-1.1 at rep-a", "end gw-1 cancelled"]),
     # The work-queue's answers.
@@ -225,16 +236,14 @@ TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     (P, FULL, None, ["end gw-1 503 no_capacity"]),
     (P, MISSING, U, ["ensure queue"]),
     (P, TIMEOUT, U, []),
-    (F, TIMEOUT, F, []),
     (G, TIMEOUT, G, []),
     (G, IS_STORED, G, []),
-    # The offer's answers.
-    (F, OFFER_BUSY, P, ["publish gw-1.1.1 to s for 20"]),
-    (F, OFFER_LOST, P, ["publish gw-1.1.1 to s for 20"]),
-    (F, OFFER_TAKEN, F, []),
-    *[(state, OFFER_BUSY, state, []) for state in (P, U, S, G)],
+    # What was handed over and not begun goes to the queue.
+    (G, HAND_LOST, P, AGAIN),
+    (G, OLD_HAND_LOST, G, []),
+    (G, NO_ROOM, P, AGAIN),
+    *[(state, event, state, []) for event in (HAND_LOST, NO_ROOM) for state in (P, U, S)],
     # What has no grant is published again after a reconnect, under the same attempt and a new publication.
-    (F, BACK_AGAIN, P, ["publish gw-1.1.1 to s for 20"]),
     (P, BACK_AGAIN, P, ["publish gw-1.1.2 to s for 20"]),
     (U, BACK_AGAIN, P, ["publish gw-1.1.2 to s for 20"]),
     (S, BACK_AGAIN, P, ["publish gw-1.1.2 to s for 20"]),
@@ -242,24 +251,23 @@ TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     (S, SAME_QUEUE, S, []),
     (S, NEW_QUEUE, P, ["publish gw-1.1.2 to s for 20"]),
     (S, NO_QUEUE, P, ["publish gw-1.1.2 to s for 20"]),
-    *[(state, NO_QUEUE, state, []) for state in (F, P, U, G)],
+    *[(state, NO_QUEUE, state, []) for state in (P, U, G)],
     # The holder is lost, or its engine fails, before the first token.
-    (F, HOLDER_DEAD, P, ["publish gw-1.1.1 to s for 20"]),
     *[(state, HOLDER_DEAD, state, []) for state in (P, U, S)],
     (G, HOLDER_DEAD, P, AGAIN),
     (G, GONE, P, AGAIN),
     (G, OLD_GONE, G, []),
     (G, OTHERS_GONE, G, []),
-    *[(state, GONE, state, []) for state in (F, P, U, S)],
+    *[(state, GONE, state, []) for state in (P, U, S)],
     (G, SICK, P, AGAIN),
     (G, BUSY, U, ["restart gw-1.2"]),
     (G, BAD, None, ["cancel gw-1.1 at rep-a", "end gw-1 422 None"]),
     # Tokens.
     (G, FIRST, G, ["deliver gw-1 0:0+1"]),
     (G, LAST, None, ["deliver gw-1 0:0+2", "end gw-1 finished 2"]),
-    *[(state, FIRST, state, UNWANTED) for state in (F, P, U, S)],
+    *[(state, FIRST, state, UNWANTED) for state in (P, U, S)],
     # The pool says that waiting cannot help.
-    *[(state, NO_FIT, None, ["end gw-1 503 model_cannot_fit"]) for state in (F, P, U)],
+    *[(state, NO_FIT, None, ["end gw-1 503 model_cannot_fit"]) for state in (P, U)],
     (S, NO_FIT, None, ["delete 7@1", "end gw-1 503 model_cannot_fit"]),
     (G, NO_FIT, G, []),
 ]
@@ -285,8 +293,6 @@ def test_the_state_table_is_reached_in_full() -> None:
 @pytest.mark.parametrize(
     ("state", "after_s", "after", "commands"),
     [
-        (F, 0.09, F, []),
-        (F, 0.1, P, ["publish gw-1.1.1 to s for 20"]),
         (U, 0.19, U, []),
         (U, 0.2, P, ["publish gw-1.1.1 to s for 20"]),
         (S, 19.9, S, []),
@@ -297,7 +303,7 @@ def test_the_state_table_is_reached_in_full() -> None:
     ],
 )
 def test_time_passes_in_each_state(state: State, after_s: float, after: State | None, commands: list[str]) -> None:
-    """Bounds: 100 ms for an offer, 200 ms before a ticket is tried again, the waiting bound, the deadline."""
+    """Bounds: 200 ms before a ticket is tried again, the waiting bound, the deadline."""
     gateway = in_state(state)
     assert gateway(e.Ticked(), after_s=after_s) == commands
     assert gateway.core.state_of(R) is after
@@ -306,18 +312,124 @@ def test_time_passes_in_each_state(state: State, after_s: float, after: State | 
 def test_the_core_says_when_to_wake_it() -> None:
     """The next wake is the next bound, the next ``Held``, or none at all."""
     assert Gateway().core.next_wake_s is None
-    assert in_state(F).core.next_wake_s == pytest.approx(0.1)
     assert in_state(S).core.next_wake_s == 20
     assert in_state(G).core.next_wake_s == pytest.approx(0.2)
 
 
-def test_a_submitted_request_is_offered_or_published() -> None:
+def test_a_submitted_request_is_published() -> None:
     """The ticket carries no prompt; its time to live is the waiting bound."""
     assert Gateway().submit(lane=Lane.LARGE) == ["publish gw-1.1.1 to l for 20"]
+
+
+def test_a_replica_with_room_is_handed_the_request() -> None:
+    """With its body, in one message; its tokens reach the client as after a claim."""
     gateway = Gateway()
-    assert gateway.submit(offer_to=HOLDER) == ["offer gw-1.1 to rep-a"]
+    gateway.knows()
+    commands = gateway.core.step(
+        0.0,
+        e.RequestSubmitted(request=R, profile=profile(), body=b"{1}", wait_until_s=9, deadline_s=9, cache_salt="s"),
+    )
+    grant = Grant(request=R, attempt=1, body=b"{1}", cache_salt="s", max_tokens=9)
+    assert commands == [
+        e.HandOver(HOLDER, Hand(number=1, ingress=IngressId("gw"), profile=profile(), grant=grant)),
+        e.RecordGrant(R, 1, HOLDER, 0.0),
+    ]
+    assert gateway.frames(delta(0)) == ["deliver gw-1 0:0+1"]
+    assert gateway(HAND_LOST) == []
+
+
+def test_nothing_is_handed_past_those_who_wait() -> None:
+    """Who came first goes first, though a replica may have room by now."""
+    gateway = Gateway()
+    gateway.submit(RequestId("first"))
+    gateway.knows()
+    assert gateway.submit() == ["publish gw-1.1.1 to s for 20"]
+    gateway.claim(RequestId("first"))
+    gateway.claim()
+    assert gateway.submit(RequestId("gw-2"))[0] == "hand 1 gw-2.1 to rep-a"
+
+
+def test_the_replica_with_the_most_room_is_asked() -> None:
+    """What was handed to it since its last word counts against it; of equals the one that was known first."""
+    gateway = Gateway()
+    for slots in (0, 2):
+        gateway.knows(HOLDER, slots=slots)
+        gateway.knows(OTHER, slots=slots)
+    handed = [gateway.submit(RequestId(f"r{number}"))[0] for number in range(5)]
+    assert handed == [
+        "hand 1 r0.1 to rep-a",
+        "hand 2 r1.1 to rep-b",
+        "hand 3 r2.1 to rep-a",
+        "hand 4 r3.1 to rep-b",
+        "publish r4.1.1 to s for 20",
+    ]
+    gateway(e.ClientLeft(RequestId("r4")))
+    # Its next word knows of the first one only: two slots are left, of which the other hand takes one.
+    gateway.knows(HOLDER, slots=2, hands=1)
+    assert gateway.submit(RequestId("r5"))[0] == "hand 5 r5.1 to rep-a"
+    assert gateway.submit(RequestId("r6"))[0] == "publish r6.1.1 to s for 20"
+
+
+@pytest.mark.parametrize(
+    ("room", "fields", "handed"),
+    [
+        ({"slots": 0}, {}, False),
+        ({"pages": 7}, {"kv_pages_needed": 7}, True),
+        ({"pages": 7}, {"kv_pages_needed": 8}, False),
+        ({"tokens": 1}, {"input_tokens": 5000}, True),
+        ({"tokens": 0}, {}, False),
+    ],
+)
+def test_a_request_is_handed_only_where_it_fits(room: dict[str, Any], fields: dict[str, Any], handed: bool) -> None:
+    """The replica's own rule: a slot, the pages, and not too much that is not computed yet."""
+    gateway = Gateway()
+    gateway.knows(**room)
+    assert gateway.submit(**fields)[0].startswith("hand") is handed
+    if handed and fields:
+        assert gateway.submit(RequestId("gw-2"), **fields)[0].startswith("publish")
+
+
+def test_a_large_body_goes_by_the_queue() -> None:
+    """What does not fit into one grant is asked for in parts."""
+    gateway = Gateway()
+    gateway.knows()
+    assert gateway.submit(body=bytes(256 * 1024 + 1)) == ["publish gw-1.1.1 to s for 20"]
+
+
+@pytest.mark.parametrize("event", [HAND_LOST, NO_ROOM])
+def test_a_hand_in_vain_is_no_loss(event: e.RequestEvent) -> None:
+    """However often it happens (three losses end a request), and the replica is not tried again until it has spoken."""
+    gateway = Gateway()
+    for number in range(1, 6):
+        gateway.knows(hands=number)
+        request = RequestId(f"again-{number}")
+        assert gateway.submit(request)[0].startswith("hand")
+        lost = e.HandLost(request, 1)
+        gone = Frames(replica=HOLDER, sequence=1, gone=(Gone(request=request, attempt=1, full=True),))
+        gateway(lost if event is HAND_LOST else e.FramesReceived(gone))
+        assert gateway.core._live[request].losses == 0
+        gateway(e.ClientLeft(request))
+        assert gateway.submit(RequestId(f"next-{number}"))[0].startswith("publish")
+        gateway(e.ClientLeft(RequestId(f"next-{number}")))
+
+
+def test_a_replica_that_died_or_fell_silent_is_handed_nothing() -> None:
+    """It was given up, or its last two ``Held`` have no answer yet; an older one never tells its room."""
+    gateway = Gateway()
+    gateway.knows()
     gateway(HOLDER_DEAD)
-    assert gateway.submit(RequestId("gw-2"), offer_to=HOLDER) == ["publish gw-2.1.1 to s for 20"]
+    gateway(e.ClientLeft(RequestId("at-rep-a")))
+    assert gateway.submit()[0].startswith("publish")
+    gateway = Gateway()
+    gateway.knows()
+    for _ in range(3):
+        gateway(e.BusRoundTripMade())
+        gateway(e.Ticked(), after_s=0.2)
+    assert gateway.submit()[0].startswith("publish")
+    gateway = Gateway()
+    gateway.knows()
+    gateway.frames()
+    assert gateway.submit()[0].startswith("publish")
 
 
 def test_a_retry_keeps_the_message_id_because_the_ticket_may_have_been_stored() -> None:

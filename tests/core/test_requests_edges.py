@@ -26,7 +26,6 @@ NUDGE = e.ClaimReceived(Claim(request=RequestId("none"), attempt=1, replica=OTHE
 @pytest.mark.parametrize(
     ("state", "after_s", "first"),
     [
-        (State.OFFERED, 0.15, "publish gw-1.1.1 to s for 20"),
         (State.UNSTORED, 0.25, "publish gw-1.1.1 to s for 20"),
         (State.STORED, 20.5, "delete 7@1"),
         (State.PUBLISHING, 20.5, "end gw-1 503 no_capacity"),
@@ -135,19 +134,6 @@ def test_dead_replicas_are_remembered_in_bounded_number() -> None:
     assert gateway.claim(replica=dead[1]) == ["5: refuse dead"]
     assert gateway.claim(replica=dead[-1]) == ["5: refuse dead"]
     assert gateway.claim(replica=dead[0])[0] == "5: grant gw-1.1 part 0/1"
-
-
-def test_an_offer_that_was_not_accepted_is_published_once() -> None:
-    """Busy, or no answer; an answer to what is no longer offered changes nothing."""
-    for outcome in (e.OfferOutcome.BUSY, e.OfferOutcome.UNANSWERED):
-        gateway = in_state(State.OFFERED)
-        assert gateway(e.OfferAnswered(R, 1, outcome)) == ["publish gw-1.1.1 to s for 20"]
-        assert gateway(e.OfferAnswered(R, 1, outcome)) == []
-    gateway = in_state(State.OFFERED)
-    assert gateway(e.OfferAnswered(R, 2, e.OfferOutcome.BUSY)) == []
-    assert gateway(e.OfferAnswered(RequestId("x"), 1, e.OfferOutcome.BUSY)) == []
-    assert gateway(e.OfferAnswered(R, 1, e.OfferOutcome.ACCEPTED)) == []
-    assert gateway.core.state_of(R) is State.OFFERED
 
 
 def test_a_ticket_lives_as_long_as_its_request_may_wait() -> None:

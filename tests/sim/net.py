@@ -210,6 +210,15 @@ class Network:
         self._asked = [other for other in self._asked if not other.done]
         self._asked.append(asked)
 
+    def deliver(self, source: Node, target: Node | None, deliver: Action, undelivered: Action) -> None:
+        """A message with a reply subject: the server says at once when nobody is connected there."""
+        if not (self.up and source.connected):
+            self._clock.call_soon(lambda: source.run(undelivered))
+        elif target is None or not target.alive or not target.connected:
+            self._clock.call_later(self._latency_s, lambda: source.run(undelivered) if source.connected else None)
+        else:
+            self.send(source, target, deliver)
+
     # ---- the server's life
 
     def go_down(self, *, streams_lost: bool) -> None:

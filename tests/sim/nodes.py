@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, assert_never
 
+import msgspec
+
 from broker.core import request_events as req
 from broker.core import scheduler_events as sch
 from broker.core.placement import SchedulerCore
@@ -23,10 +25,10 @@ from subjects.messages import (
     EngineType,
     Frames,
     Grant,
+    Hand,
     IngressTelemetry,
     LoadModel,
     ModelRecord,
-    OfferReply,
     PoolDigest,
     ReplicaState,
     SlaClass,
@@ -142,8 +144,8 @@ class GatewayNode(Actor):
                 net.send(self, net.server, net.ensure_queue)
             case req.DeleteTicket(stored):
                 net.send(self, net.server, lambda: self._delete_at_server(stored))
-            case req.OfferTicket(replica, ticket):
-                self._offer(replica, ticket)
+            case req.HandOver(replica, hand):
+                self._hand(replica, hand)
             case req.AnswerClaim(token, reply):
                 if isinstance(reply, Grant):
                     world.granted(self, reply, token)
@@ -156,7 +158,7 @@ class GatewayNode(Actor):
                 pass
             case req.Deliver(request, delta):
                 world.delivered(request, delta)
-            case req.RecordRestart(request, attempt, _):
+            case req.RecordRestart(request, attempt):
                 world.restarted(request, attempt)
             case req.EndRequest(request, outcome):
                 world.ended(request, outcome)
@@ -198,21 +200,15 @@ class GatewayNode(Actor):
         if queue is not None and queue.created == stored.created:
             queue.delete(stored.sequence)
 
-    def _offer(self, replica: ReplicaId, ticket: Ticket) -> None:
-        node = self.world.replicas.get(replica)
-
-        def answered(reply: object) -> None:
-            assert isinstance(reply, OfferReply)
-            outcome = req.OfferOutcome.BUSY if reply.busy else req.OfferOutcome.ACCEPTED
-            self.feed(req.OfferAnswered(ticket.request, ticket.attempt, outcome))
-
-        self.world.net.request(
+    def _hand(self, replica: ReplicaId, hand: Hand) -> None:
+        node, grant = self.world.replicas.get(replica), hand.grant
+        self.world.happened("handed-over")
+        self.world.granted(self, grant, 0)
+        self.world.net.deliver(
             self,
             node,
-            lambda reply: node.offered(ticket, reply) if node is not None else None,
-            answered,
-            lambda _: self.feed(req.OfferAnswered(ticket.request, ticket.attempt, req.OfferOutcome.UNANSWERED)),
-            timeout_s=req.OFFER_CLAIM_S,
+            lambda: node.handed(hand) if node is not None else None,
+            lambda: self.feed(req.HandLost(grant.request, grant.attempt)),
         )
 
     def claimed(self, claim: Claim, reply: Callable[[object], None]) -> None:
@@ -276,8 +272,6 @@ class ReplicaNode(Actor):
         self.back_s = 0.0
         """When it last came back to the bus."""
         self._pulls: list[Pull] = []
-        self._offers: dict[int, Callable[[object], None]] = {}
-        self._offers_seen = 0
         self._load = rep.ReportLoad(running=0, slots=0, kv_pages_free=0)
         self._told_load: tuple[object, float] | None = None
         self._idle_since_s = 0.0
@@ -408,9 +402,9 @@ class ReplicaNode(Actor):
             case rep.SendFrames(ingress, frames):
                 gateway = world.gateways.get(ingress)
                 if gateway is not None:
+                    if not world.options.hands:  # as a replica of an older version
+                        frames = msgspec.structs.replace(frames, room=None)
                     net.send(self, gateway, lambda: gateway.framed(frames))
-            case rep.AnswerOffer(token=offer, busy=busy):
-                self._offers.pop(offer)(OfferReply(busy=busy))
             case rep.ReportLoad():
                 if command.running == 0 and self._load.running > 0:
                     self._idle_since_s = self.now
@@ -468,11 +462,10 @@ class ReplicaNode(Actor):
             timeout_s=rep.CLAIM_TIMEOUT_S,
         )
 
-    def offered(self, ticket: Ticket, reply: Callable[[object], None]) -> None:
-        """A gateway offers a ticket."""
-        self._offers_seen += 1
-        self._offers[self._offers_seen] = reply
-        self.feed(rep.OfferReceived(ticket, self._offers_seen))
+    def handed(self, hand: Hand) -> None:
+        """A gateway hands a request over."""
+        if self.serving:
+            self.feed(rep.HandReceived(hand))
 
     def told(self, back: Back) -> None:
         """A gateway says ``Held``, ``Resend`` or ``Cancel``."""

@@ -31,7 +31,7 @@ CALM = Options(
     load_s=0.3,
     step_s=0.05,
     continuation=True,
-    offers=False,
+    hands=False,
     pressure=False,
     faults=(),
 )

@@ -30,7 +30,7 @@ EVENTS = (
     "client-left-running",
     "client-left-waiting",
     "client-left-while-waking",
-    "offered",
+    "handed-over",
     "yielded",
     "granted-in-parts",
     "pressure",

@@ -80,7 +80,7 @@ class Options:
     load_s: float
     step_s: float
     continuation: bool
-    offers: bool
+    hands: bool
     pressure: bool
     """Small requests over capacity for a minute, with one large request among them."""
     faults: tuple[str, ...]
@@ -126,7 +126,7 @@ def draw_options(draw: random.Random) -> Options:
         load_s=draw.choice((0.3, 1.0, 4.0)),
         step_s=draw.choice((0.02, 0.05)),
         continuation=draw.random() < 0.5,
-        offers=draw.random() < 0.3,
+        hands=draw.random() < 0.7,
         pressure=draw.random() < 0.1,
         faults=picked,
     )
@@ -409,18 +409,12 @@ class World:
             next_indexes=[0] * choices,
         )
         self.clients[request] = client
-        offer_to = None
-        ready = [node.replica for node in self.replicas.values() if node.serving and node.record is model]
-        if self.options.offers and ready and self.draw.random() < 0.5:
-            offer_to = self.draw.choice(ready)
-            self.happened("offered")
         event = req.RequestSubmitted(
             request=request,
             profile=profile,
             body=body,
             wait_until_s=now_s + WAIT_S,
             deadline_s=now_s + DEADLINE_S,
-            offer_to=offer_to,
             yields_at_s=self._yields_at_s(now_s, request),
         )
         gateway.run(lambda: gateway.feed(event))

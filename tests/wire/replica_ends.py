@@ -28,6 +28,7 @@ from subjects.messages import (
     Frames,
     Gone,
     Grant,
+    Hand,
     Held,
     HeldEntry,
     Lane,
@@ -156,6 +157,7 @@ class ScriptedGateway:
         profile = RequestProfile(
             model_hash=self.record.model_hash,
             endpoint=Endpoint.CHAT,
+            stream=True,
             tenant=Tenant("test"),
             lane=lane,
             max_tokens=tokens,
@@ -216,6 +218,12 @@ class ScriptedGateway:
         claim = decode(message.payload, Claim)
         self.claims.append(claim)
         self._spawn(self.bus.publish(message.reply, encode(self._judge(claim))))
+
+    def hand(self, request: RequestId, number: int) -> Hand:
+        """What hands the request over; whoever gets it is its holder."""
+        ticket, answer = self.ticket(request), self.answers[request]
+        grant = Grant(request=request, attempt=1, body=answer.body, max_tokens=answer.profile.max_tokens)
+        return Hand(number=number, ingress=ticket.ingress, profile=ticket.profile, grant=grant)
 
     def _judge(self, claim: Claim) -> Grant | Refusal:
         answer = self.answers.get(claim.request)

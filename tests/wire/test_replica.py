@@ -15,16 +15,16 @@ from msgspec.structs import replace
 
 from subjects import names
 from subjects.bus import LOST_PULL_GRACE_S, PULL_EXPIRY_S_MAX
-from subjects.codec import decode, encode
+from subjects.codec import encode
 from subjects.errors import BusError
-from subjects.ids import model_key
+from subjects.ids import RequestId, model_key
 from subjects.messages import (
     EngineType,
     FailureKind,
     Frames,
+    Gone,
     Lane,
     ModelRecord,
-    OfferReply,
     PoolDigest,
     ReplicaState,
     SlaClass,
@@ -324,22 +324,23 @@ async def test_a_continuation(stage: Stage) -> None:
     assert answer.end.usage == Usage(prompt_tokens=6, completion_tokens=10)
 
 
-async def test_offers(stage: Stage) -> None:
-    """A ticket offered directly is taken by an ordinary claim, or refused as busy when no slot is free."""
+async def test_what_is_handed_over_runs_at_once_or_comes_back(stage: Stage) -> None:
+    """Without a ticket and a claim; where no slot is free its gateway hears so."""
     record = simulated_record(slots=1)
     gateway, agent = await stage.gateway(record), await stage.replica(record)
-    subject = names.run(agent.spec.replica)
 
-    async def offer() -> tuple[bool, str]:
-        request, _ = gateway.new(tokens=5000, token_s=0.01)
-        reply = await stage.bus.request(subject, encode(gateway.ticket(request)), timeout_s=1.0)
-        return decode(reply, OfferReply).busy, request
+    def hand_over(number: int, tokens: int) -> RequestId:
+        request, _ = gateway.new(tokens=tokens, token_s=0.01)
+        stage.bus.post(names.run(agent.spec.replica), encode(gateway.hand(request, number)))
+        return request
 
-    busy, request = await offer()
-    assert not busy
-    await until(lambda: [claim.request for claim in gateway.claims] == [request])
-    busy, _ = await offer()
-    assert busy
+    request = hand_over(1, tokens=50)
+    await until(lambda: gateway.answers[request].text != "")
+    refused = hand_over(2, tokens=5)
+    await until(lambda: gateway.gone == [Gone(request=refused, attempt=1, full=True)])
+    await until(lambda: gateway.answers[request].end is not None)
+    assert gateway.answers[request].text == expected_answer(request, 50)
+    assert gateway.claims == []
 
 
 async def test_concurrency_can_be_lowered(stage: Stage) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
+
+import msgspec
 
 from profiles.capacity import pages_for
 from subjects.ids import IngressId, RequestId
@@ -20,7 +23,8 @@ class Phase(Enum):
     ==========================  ==========================================================================
     from -> to                  because
     ==========================  ==========================================================================
-    absent -> CLAIMING          a ticket was pulled, or an offer taken
+    absent -> CLAIMING          a ticket was pulled
+    absent -> RUNNING           handed over, and there is room
     CLAIMING -> RUNNING         granted: acknowledge, then start
     CLAIMING -> absent          refused, not answered twice, cancelled while claiming, the engine failed
     RUNNING -> FINISHED         the engine's last delta; the slot is free, the tokens are kept
@@ -69,6 +73,12 @@ class HeldRequest:
     start_index: int = 0
     next_indexes: dict[int, int] = field(default_factory=dict)
     outbox: list[Unconfirmed] = field(default_factory=list)
+    generated: int = 0
+    """Units of all choices, those of earlier attempts included."""
+    gathered: list[Delta] = field(default_factory=list)
+    """The latest output of an answer that nobody streams, not sent yet."""
+    counted: tuple[int, int, int] = (0, 0, 0)
+    """What its replica counts for it: requests that are not finished, KV pages, prompt tokens before it."""
 
     @property
     def key(self) -> Key:
@@ -108,17 +118,44 @@ class HeldRequest:
             return "the engine gave output without a unit"
         return ""
 
-    def keep(self, now_s: float, delta: Delta) -> None:
-        """Keeps ``delta`` until it is confirmed."""
+    def note(self, delta: Delta) -> None:
+        """The engine gave ``delta``."""
         self.next_indexes[delta.choice] = delta.first_token_index + delta.units
-        self.outbox.append(Unconfirmed(delta, now_s))
+        self.generated += delta.units
         if delta.end:
             self.phase = Phase.FINISHED
 
-    def grow(self, block_size: int, pages_max: int) -> None:
+    def keep(self, now_s: float, delta: Delta) -> None:
+        """Keeps ``delta`` until it is confirmed."""
+        self.outbox.append(Unconfirmed(delta, now_s))
+
+    def gathers(self, delta: Delta) -> bool:
+        """Whether ``delta`` can wait and be sent as one with what follows: of one choice that nobody streams, after the
+        first, and of nothing but text."""
+        return (
+            bool(self.outbox) and len(self.next_indexes) == 1 and not (self.profile.stream or delta.detail or delta.failure)
+        )
+
+    def take_gathered(self) -> Delta | None:
+        """What was gathered, as one delta; None when nothing was."""
+        gathered, self.gathered = self.gathered, []
+        if len(gathered) < 2:
+            return gathered[0] if gathered else None
+        return msgspec.structs.replace(
+            gathered[-1],
+            first_token_index=gathered[0].first_token_index,
+            units=sum(delta.units for delta in gathered),
+            text="".join([delta.text for delta in gathered]),
+            token_ids=tuple(chain.from_iterable([delta.token_ids for delta in gathered])),
+        )
+
+    def grow(self, block_size: int, pages_max: int) -> bool:
         """An answer longer than expected holds more pages than were set aside for it: nobody else can have them."""
-        tokens = self.profile.input_tokens + sum(self.next_indexes.values())
-        self.pages = max(self.pages, min(pages_for(tokens, block_size), pages_max))
+        tokens = self.profile.input_tokens + self.generated
+        if tokens <= self.pages * block_size or self.pages >= pages_max:
+            return False
+        self.pages = min(pages_for(tokens, block_size), pages_max)
+        return True
 
     def failure(self, kind: FailureKind, message: str, *, code: str) -> Delta:
         """The delta that ends this request badly."""

@@ -34,6 +34,8 @@ AGEING_MAX_S = 60.0
 PAUSE_S = 0.25
 PAUSE_BELOW_S = 0.05
 """A pull that comes back unused sooner than this was refused, not empty: pause, so that refusals make no busy loop."""
+HANDS_BESIDE_PULLS = 2
+"""So many requests may be handed over for slots that open pulls were promised."""
 WRITE_OFF_S = 5.0
 """Credits that did not come back so long after their pull expired are taken for lost."""
 BACKLOG_TOKENS_MAX = 4096
@@ -99,6 +101,19 @@ class PullPlanner:
     def outstanding(self) -> int:
         """Credits that have not come back."""
         return sum(queue.outstanding for queue in self._queues.values())
+
+    def slots_nobody_waits_for(self, free_slots: int) -> int:
+        """Of the free slots, those for which no ticket can be on its way: pulls are open and bring nothing.
+
+        A queue whose last pull brought a ticket and that has none open may hold more. Some slots may be promised twice, so
+        that a pool in which requests come one by one gets from pulls to hands.
+        """
+        promised = 0
+        for queue in self._queues.values():
+            if queue.window and not queue.outstanding:
+                return 0
+            promised += queue.outstanding if queue.window else 0
+        return max(free_slots - promised, min(free_slots, HANDS_BESIDE_PULLS))
 
     def next_wake_s(self, *, pulling: bool) -> float:
         """When :meth:`write_off` or (while ``pulling``) :meth:`plan` has something to do though nothing happened."""

@@ -8,7 +8,6 @@ a request ends the request here, and an attempt that ended here never runs here 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import assert_never
@@ -23,14 +22,17 @@ from subjects.messages import (
     Frames,
     Gone,
     Grant,
+    Hand,
     Held,
     Refusal,
     RefusalReason,
+    RequestProfile,
     Resend,
+    Room,
     Ticket,
 )
 from workers.core.held_request import HeldRequest, Key, Phase
-from workers.core.pulling import PullPlanner, room_for
+from workers.core.pulling import BACKLOG_TOKENS_MAX, PullPlanner, room_for
 from workers.core.replica_events import (
     ASK_S,
     CLAIM_TRIES_MAX,
@@ -40,13 +42,13 @@ from workers.core.replica_events import (
     ENDED_S,
     FRAME_BYTES_MAX,
     FRAME_DELTAS_MAX,
+    GATHER_S,
     HELD_SILENCE_S,
     RECONNECT_GRACE_S,
     ROUND_TRIP_FRESH_S,
     UNNAMED_HELD_MAX,
     AbortRequest,
     AckTicket,
-    AnswerOffer,
     BackReceived,
     BusReconnected,
     BusRoundTripMade,
@@ -57,8 +59,8 @@ from workers.core.replica_events import (
     EngineFailed,
     EngineStepped,
     ExitReplica,
+    HandReceived,
     KvResized,
-    OfferReceived,
     Opened,
     PoolChanged,
     PullExpired,
@@ -83,9 +85,11 @@ LINK_IDLE_S = 5.0
 @dataclass(slots=True)
 class _Link:
     """What this replica knows of a gateway. ``heard_s`` is the last ``Held``, or when its only request was granted;
-    ``sent_s`` the last frame."""
+    ``sent_s`` the last frame; ``granted`` counts its requests that run or are not confirmed."""
 
     heard_s: float
+    granted: int = 0
+    hands: int = 0
     sent_s: float = -inf
     held_sequence: int = 0
     frames_sent: int = 0
@@ -100,6 +104,10 @@ class ReplicaCore:
         self._links: dict[IngressId, _Link] = {}
         self._ended: OrderedDict[Key, float] = OrderedDict()
         self._planner = PullPlanner()
+        self._active = self._pages_held = self._backlog_tokens = 0
+        """Sums of ``counted`` over what is held."""
+        self._gathering: dict[Key, HeldRequest] = {}
+        self._gather_due_s = inf
         self._serving = False
         self._slots = 0
         self._kv_pages = 0
@@ -119,7 +127,8 @@ class ReplicaCore:
     def next_wake_s(self) -> float | None:
         """When a ``Ticked`` is due, or None when nothing is."""
         pulling_s = self._planner.next_wake_s(pulling=self._serving and not self._draining)
-        due_s = min(self._beat_due_s, pulling_s, self._drain_deadline_s if self._draining and not self._drained else inf)
+        drain_s = self._drain_deadline_s if self._draining and not self._drained else inf
+        due_s = min(self._beat_due_s, self._gather_due_s, pulling_s, drain_s)
         return None if due_s == inf else due_s
 
     @property
@@ -132,8 +141,16 @@ class ReplicaCore:
         """Whether nothing is held and no gateway is known."""
         return not (self._requests or self._links)
 
-    def _active(self) -> Iterable[HeldRequest]:
-        return (held for held in self._requests.values() if held.phase is not Phase.FINISHED)
+    def _count(self, held: HeldRequest, *, dropped: bool = False) -> None:
+        """Brings the sums up to date after ``held`` has changed."""
+        active, pages, tokens = held.counted
+        if dropped or held.phase is Phase.FINISHED:
+            held.counted = (0, 0, 0)
+        else:
+            held.counted = (1, held.pages, held.backlog_tokens)
+        self._active += held.counted[0] - active
+        self._pages_held += held.counted[1] - pages
+        self._backlog_tokens += held.counted[2] - tokens
 
     # ----------------------------------------------------------------------------------------------------------- step
 
@@ -153,8 +170,8 @@ class ReplicaCore:
                 self._claim_answered(now_s, event, out)
             case ClaimUnanswered():
                 self._claim_unanswered(event, out)
-            case OfferReceived():
-                self._answer_offer(now_s, event, out)
+            case HandReceived():
+                self._take_hand(now_s, event.hand, out)
             case EngineStepped():
                 self._engine_stepped(now_s, event.deltas, out)
             case EngineFailed():
@@ -199,6 +216,8 @@ class ReplicaCore:
     def _do_what_is_due(self, now_s: float, out: list[ReplicaCommand]) -> None:
         if self._draining and not self._drained and now_s >= self._drain_deadline_s:
             self._give_back(now_s, out)
+        if now_s >= self._gather_due_s:
+            self._send_gathered(now_s, out)
         if now_s >= self._beat_due_s:
             self._beat(now_s, out)
         while self._ended and next(iter(self._ended.values())) <= now_s:
@@ -206,12 +225,7 @@ class ReplicaCore:
 
     def _settle(self, now_s: float, out: list[ReplicaCommand]) -> None:
         """What follows from the state after any event: pulls, the end of a drain, the load."""
-        active = backlog_tokens = 0
-        free_pages = self._kv_pages
-        for held in self._active():
-            active += 1
-            free_pages -= held.pages
-            backlog_tokens += held.backlog_tokens
+        active, free_pages, backlog_tokens = self._active, self._kv_pages - self._pages_held, self._backlog_tokens
         self._planner.write_off(now_s)
         if self._serving and not self._draining and not self._closed:
             free_slots = self._slots - active
@@ -247,16 +261,36 @@ class ReplicaCore:
             held.tokens.append(token)
             held.deliveries = deliveries
 
-    def _answer_offer(self, now_s: float, event: OfferReceived, out: list[ReplicaCommand]) -> None:
-        key = (event.ticket.request, event.ticket.attempt)
-        active = list(self._active())
-        free_pages = self._kv_pages - sum(held.pages for held in active)
-        backlog_tokens = sum(held.backlog_tokens for held in active)
-        room = room_for(self._slots - len(active), free_pages, self._pages(event.ticket), backlog_tokens)
-        busy = not room or not self._serving or self._draining or self._closed or key in self._requests or key in self._ended
-        out.append(AnswerOffer(event.token, busy))
-        if not busy:
-            self._begin_claim(event.ticket, out)
+    def _take_hand(self, now_s: float, hand: Hand, out: list[ReplicaCommand]) -> None:
+        """Begins what was handed over, or says at once that there is no room. A second copy of it changes nothing."""
+        link = self._link(now_s, hand.ingress)
+        link.hands = max(link.hands, hand.number)
+        grant, pages = hand.grant, self._pages(hand.profile)
+        key = (grant.request, grant.attempt)
+        if key in self._requests:
+            return
+        room = room_for(self._slots - self._active, self._kv_pages - self._pages_held, pages, self._backlog_tokens)
+        if not room or not self._serving or self._draining or self._closed or key in self._ended:
+            self._remember(now_s, key)
+            gone = Gone(request=grant.request, attempt=grant.attempt, full=True)
+            self._send(now_s, hand.ingress, [], out, gone=(gone,))
+            return
+        held = HeldRequest(grant.request, grant.attempt, hand.ingress, hand.profile, pages)
+        self._requests[held.key] = held
+        self._begin(now_s, held, grant, out)
+
+    def _room(self, link: _Link) -> Room | None:
+        """What one gateway may hand over: an even share of what is free, as far as nobody waits in the queue for it."""
+        if not self._serving or self._draining or self._closed:
+            return None
+        sharing = len(self._links)
+        free_slots = self._planner.slots_nobody_waits_for(self._slots - self._active)
+        return Room(
+            hands=link.hands,
+            slots=-(-free_slots // sharing) if free_slots > 0 else 0,
+            pages=max(0, self._kv_pages - self._pages_held) // sharing,
+            tokens=max(0, BACKLOG_TOKENS_MAX - self._backlog_tokens),
+        )
 
     def _begin_claim(self, ticket: Ticket, out: list[ReplicaCommand]) -> HeldRequest:
         held = HeldRequest(
@@ -264,14 +298,15 @@ class ReplicaCore:
             attempt=ticket.attempt,
             ingress=ticket.ingress,
             profile=ticket.profile,
-            pages=self._pages(ticket),
+            pages=self._pages(ticket.profile),
         )
         self._requests[held.key] = held
+        self._count(held)
         self._claim(held, out)
         return held
 
-    def _pages(self, ticket: Ticket) -> int:
-        return min(max(1, ticket.profile.kv_pages_needed), self._kv_pages)
+    def _pages(self, profile: RequestProfile) -> int:
+        return min(max(1, profile.kv_pages_needed), self._kv_pages)
 
     def _claim(self, held: HeldRequest, out: list[ReplicaCommand]) -> None:
         claim = Claim(request=held.request, attempt=held.attempt, replica=self._replica, part=len(held.parts))
@@ -310,13 +345,17 @@ class ReplicaCore:
             older = self._requests.get((held.request, attempt))
             if older is not None and older.phase is not Phase.CLAIMING:
                 self._end(now_s, older, out)
-        grant = held.whole_grant()
+        self._begin(now_s, held, held.whole_grant(), out)
+
+    def _begin(self, now_s: float, held: HeldRequest, grant: Grant, out: list[ReplicaCommand]) -> None:
         link = self._link(now_s, held.ingress)
-        if not self._granted_by(held.ingress):
+        if not link.granted:
             link.heard_s = now_s  # It had no reason to send us ``Held`` before.
+        link.granted += 1
         held.phase = Phase.RUNNING
-        held.start_index = len(grant.sent_token_ids)
+        held.start_index = held.generated = len(grant.sent_token_ids)
         held.parts = []
+        self._count(held)
         out.append(StartRequest(grant, held.profile))
 
     def _claim_unanswered(self, event: ClaimUnanswered, out: list[ReplicaCommand]) -> None:
@@ -349,9 +388,42 @@ class ReplicaCore:
             if fault:
                 out.append(AbortRequest(held.request, held.attempt))
                 delta = held.failure(FailureKind.SICK, fault, code="engine_fault")
+            first = not held.next_indexes
+            held.note(delta)
+            if held.grow(self._block_size, self._kv_pages) or first or delta.end:
+                self._count(held)
+            if held.gathers(delta):
+                self._gather(now_s, held, delta, by_ingress)
+            else:
+                self._let_out(now_s, held, by_ingress).append(delta)
+                held.keep(now_s, delta)
+        for ingress, fresh in by_ingress.items():
+            self._send(now_s, ingress, fresh, out)
+
+    def _gather(self, now_s: float, held: HeldRequest, delta: Delta, by_ingress: dict[IngressId, list[Delta]]) -> None:
+        held.gathered.append(delta)
+        if delta.end:
+            self._let_out(now_s, held, by_ingress)
+        elif held.key not in self._gathering:
+            self._gathering[held.key] = held
+            self._gather_due_s = min(self._gather_due_s, now_s + GATHER_S)
+
+    def _let_out(self, now_s: float, held: HeldRequest, by_ingress: dict[IngressId, list[Delta]]) -> list[Delta]:
+        """Puts what was gathered of a request before what follows; returns where that goes."""
+        out = by_ingress.setdefault(held.ingress, [])
+        if held.gathered:
+            self._gathering.pop(held.key, None)
+            delta = held.take_gathered()
+            assert delta is not None
             held.keep(now_s, delta)
-            held.grow(self._block_size, self._kv_pages)
-            by_ingress.setdefault(held.ingress, []).append(delta)
+            out.append(delta)
+        return out
+
+    def _send_gathered(self, now_s: float, out: list[ReplicaCommand]) -> None:
+        by_ingress: dict[IngressId, list[Delta]] = {}
+        for held in list(self._gathering.values()):
+            self._let_out(now_s, held, by_ingress)
+        self._gather_due_s = inf
         for ingress, fresh in by_ingress.items():
             self._send(now_s, ingress, fresh, out)
 
@@ -364,8 +436,10 @@ class ReplicaCore:
                 self._drop(held)
             elif held.phase is Phase.RUNNING:
                 delta = held.failure(FailureKind.SICK, message, code="engine_failed")
+                held.note(delta)
+                self._count(held)
+                self._let_out(now_s, held, by_ingress).append(delta)
                 held.keep(now_s, delta)
-                by_ingress.setdefault(held.ingress, []).append(delta)
         for ingress, fresh in by_ingress.items():
             self._send(now_s, ingress, fresh, out)
 
@@ -392,6 +466,7 @@ class ReplicaCore:
                     sequence=link.frames_sent,
                     deltas=tuple(deltas[first:end]),
                     gone=gone if last else (),
+                    room=self._room(link) if last else None,
                 )
                 out.append(SendFrames(ingress, frames))
                 first, size = end, 0
@@ -437,6 +512,7 @@ class ReplicaCore:
             return  # Late or doubled: what it names may be over.
         link.held_sequence = back.sequence
         link.heard_s = now_s
+        link.hands = max(link.hands, back.hands)
         named: set[Key] = set()
         gone: list[Gone] = []
         for entry in back.entries:
@@ -463,7 +539,7 @@ class ReplicaCore:
         bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S
         for ingress, link in list(self._links.items()):
             silent_s = now_s - max(link.heard_s, self._silence_counts_from_s)
-            theirs = self._granted_by(ingress)
+            theirs = self._granted_by(ingress) if link.granted else []
             if theirs and bus_works and silent_s > HELD_SILENCE_S:
                 for held in theirs:
                     self._end(now_s, held, out)
@@ -509,6 +585,10 @@ class ReplicaCore:
 
     def _drop(self, held: HeldRequest) -> None:
         del self._requests[held.key]
+        self._gathering.pop(held.key, None)
+        self._count(held, dropped=True)
+        if held.phase is not Phase.CLAIMING:
+            self._links[held.ingress].granted -= 1
 
     def _remember(self, now_s: float, key: Key) -> None:
         self._ended.pop(key, None)

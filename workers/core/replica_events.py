@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from subjects.ids import IngressId, RequestId
-from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, Grant, Lane, RequestProfile, SlaClass, Ticket
+from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, Grant, Hand, Lane, RequestProfile, SlaClass, Ticket
 
 CLAIM_TIMEOUT_S = 1.0
 """What the shell waits for the answer of a claim."""
 CLAIM_TRIES_MAX = 2
 DELIVERIES_MAX = 5
 """A ticket whose gateway never answers is acknowledged unserved at this delivery."""
+GATHER_S = 0.1
+"""How long the deltas of an answer that nobody streams are put together before they are sent."""
 CONFIRM_S = 0.5
 """A delta that stays unconfirmed for so long is sent again."""
 UNNAMED_HELD_MAX = 2
@@ -97,11 +99,10 @@ class ClaimUnanswered:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferReceived:
-    """A gateway offers a ticket directly; ``token`` is the shell's own number for the reply."""
+class HandReceived:
+    """A gateway hands a request over."""
 
-    ticket: Ticket
-    token: int
+    hand: Hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ ReplicaEvent = (
     | PullExpired
     | ClaimAnswered
     | ClaimUnanswered
-    | OfferReceived
+    | HandReceived
     | EngineStepped
     | EngineFailed
     | BackReceived
@@ -250,14 +251,6 @@ class SendFrames:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerOffer:
-    """Reply to the offer that came with ``token``; not busy is followed by a claim."""
-
-    token: int
-    busy: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ReportLoad:
     """The load changed: requests that run or are being claimed, the slots, and the KV pages not promised to any."""
 
@@ -279,14 +272,5 @@ class ExitReplica:
 
 
 ReplicaCommand = (
-    Pull
-    | SendClaim
-    | AckTicket
-    | StartRequest
-    | AbortRequest
-    | SendFrames
-    | AnswerOffer
-    | ReportLoad
-    | ReportDrained
-    | ExitReplica
+    Pull | SendClaim | AckTicket | StartRequest | AbortRequest | SendFrames | ReportLoad | ReportDrained | ExitReplica
 )
