@@ -230,6 +230,10 @@ class VllmEngine(FixedEngine):
         register_architecture(self._record.source)
         arguments = {"enforce_eager": True, **engine_arguments(self._record), **turn_arguments(self._spec)}
         arguments |= adapter_arguments(self._record)
+        if self._record.adapters_max:
+            from workers.engines import vllm_lora_cpu
+
+            vllm_lora_cpu.install()
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         scheduler = engine.engine_core.engine_core.scheduler
         if self._embeds:
