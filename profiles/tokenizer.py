@@ -35,6 +35,7 @@ ESTIMATE_MESSAGE_TOKENS = 4
 PROMPTS_MAX = 2048
 """Prompts in one completions body, inputs in one for embeddings."""
 _TEMPLATE_BYTES_MAX = 1 << 20
+_MARK = "CARPOOL-CONTINUES-HERE "
 _FIELDS = {Endpoint.COMPLETIONS: "prompt", Endpoint.EMBEDDINGS: "input"}
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 
@@ -109,6 +110,8 @@ class ModelTokenizer:
             raise _bad("chat_template_kwargs must be an object", "chat_template_kwargs")
         messages = [_message(message, index, template.takes_parts) for index, message in enumerate(_messages(body))]
         continued = body.get("continue_final_message") is True
+        if continued:
+            messages[-1] = _marked(messages[-1])
         variables = {
             **self._special,
             **{name: value for name, value in extra.items() if isinstance(name, str)},
@@ -118,7 +121,7 @@ class ModelTokenizer:
             "add_generation_prompt": body.get("add_generation_prompt", True) is True and not continued,
         }
         text = template.render(variables)
-        return _cut_after(text, messages[-1].get("content")) if continued else text
+        return _cut_at_mark(text) if continued else text
 
     def count(self, text: str) -> int:
         """See :class:`PromptTokenizer`."""
@@ -468,16 +471,27 @@ def _pseudo_ids(text: str) -> list[int]:
     return [int.from_bytes(data[start : start + step], "little") for start in range(0, len(data), step)]
 
 
-def _cut_after(text: str, content: Any) -> str:
-    """For ``continue_final_message``: the rendered text up to the end of the last message's content."""
-    last = content
-    if isinstance(content, list):
-        last = next((part["text"] for part in reversed(content) if part.get("type") == "text"), "")
-    last = str(last or "").strip()
-    at = text.rfind(last) if last else -1
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """For ``continue_final_message``: a message whose text ends with a mark, at which the rendered text is cut.
+
+    A mark, as in the transformers library, since templates trim what they like and the text may stand there twice.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return {**message, "content": str(content or "") + _MARK}
+    for place in reversed(range(len(content))):
+        if content[place].get("type") == "text":
+            marked = {**content[place], "text": content[place]["text"] + _MARK}
+            return {**message, "content": [*content[:place], marked, *content[place + 1 :]]}
+    raise _bad("continue_final_message: the last message has no text", "messages")
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(_MARK.rstrip())
     if at < 0:
         raise _bad("continue_final_message: the chat template does not show the last message's text", "messages")
-    return text[: at + len(last)]
+    # Where the mark's own space is gone, the template trims messages, and would have trimmed this one before its mark.
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
 def _bad(message: str, param: str | None) -> ApiError:

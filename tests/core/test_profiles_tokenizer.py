@@ -139,6 +139,24 @@ U:{{ message.content }}
             "False",
         ),
         ("{{ messages[0].content }}END", {"continue_final_message": True}, "Hi"),
+        (
+            "{{ messages[0].content }}END",
+            {"continue_final_message": True, "messages": [USER | {"content": " a b \n"}]},
+            " a b \n",
+        ),
+        (
+            "{{ messages[0].content|trim }}E",
+            {"continue_final_message": True, "messages": [USER | {"content": " a b \n"}]},
+            "a b",
+        ),
+        (
+            "{% for part in messages[0].content %}[{{ part.text }}]{% endfor %}",
+            {
+                "continue_final_message": True,
+                "messages": [USER | {"content": [{"type": "text", "text": "b"}, {"type": "text", "text": "b "}]}],
+            },
+            "[b][b ",
+        ),
     ],
 )
 def test_template_semantics(tiny: Path, template: str, body: dict[str, Any], text: str) -> None:
