@@ -77,6 +77,7 @@ _policy = click.option(
 @click.option("-f", "files", multiple=True, type=click.Path(path_type=Path), help="Models to apply once it is up.")
 @click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
+@click.option("--gateway-processes", default=1, show_default=True, help="Processes of the gateway, for more cores.")
 @click.option("--no-worker", is_flag=True, help="Start no worker agent here.")
 @_policy
 @click.option(
@@ -94,6 +95,7 @@ def up(
     files: tuple[Path, ...],
     api_keys: Path | None,
     allow_open: bool,
+    gateway_processes: int,
     no_worker: bool,
     policy: str | None,
     record: Path | None,
@@ -110,7 +112,7 @@ def up(
     from ops.up import run_up
 
     records = records_of(files)  # A wrong file is told before anything starts.
-    flags = [*(["--api-keys", str(api_keys)] if api_keys else []), *(["--allow-open"] if allow_open else [])]
+    flags = [*_open_flags(api_keys, allow_open), "--processes", str(gateway_processes)]
     sys.exit(
         run(
             run_up(
@@ -154,24 +156,56 @@ def _state_dir(given: Path | None, pool_name: str = "default") -> Path:
 @click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--id", "name", default="gateway", show_default=True, help="Name of this gateway on the bus.")
+@click.option("--processes", default=1, show_default=True, help="Processes that share the port, for more cores.")
+@click.option("--process", type=int, hidden=True, help="Be this one of the processes.")
+@click.option("--process-dir", type=click.Path(path_type=Path), hidden=True, help="Where the processes meet.")
 @_shards
 @nats_option
-def gateway(host: str, port: int, api_keys: Path | None, allow_open: bool, name: str, shards: int, nats_url: str) -> None:
+def gateway(
+    host: str,
+    port: int,
+    api_keys: Path | None,
+    allow_open: bool,
+    name: str,
+    processes: int,
+    process: int | None,
+    process_dir: Path | None,
+    shards: int,
+    nats_url: str,
+) -> None:
     """Run one gateway: the OpenAI endpoint and the NATS ingress.
 
     \b
     carpool gateway --nats nats://10.0.0.5:4222 --port 8080
+    carpool gateway --nats nats://10.0.0.5:4222 --port 8080 --processes 4
     """
+    url = bus_url(nats_url)
+    if processes != 1 and process is None:
+        from ops.gateway_processes import GatewayProcesses, run_processes
+
+        flags = [*_open_flags(api_keys, allow_open), "--queue-shards", str(shards)]
+        options = GatewayProcesses(processes=processes, name=name, host=host, port=port, nats_url=url, flags=flags)
+        sys.exit(run(run_processes(options)))
     from ops import parts
 
-    urls = bus_url(nats_url).split(",")
     sys.exit(
         run(
             parts.gateway(
-                nats_urls=urls, name=name, host=host, port=port, api_keys=api_keys, allow_open=allow_open, shards=shards
+                nats_urls=url.split(","),
+                name=name,
+                host=host,
+                port=port,
+                api_keys=api_keys,
+                allow_open=allow_open,
+                shards=shards,
+                place=None if process is None or process_dir is None else (process_dir, process, processes),
             )
         )
     )
+
+
+def _open_flags(api_keys: Path | None, allow_open: bool) -> list[str]:
+    return [*(["--api-keys", str(api_keys)] if api_keys else []), *(["--allow-open"] if allow_open else [])]
 
 
 @main.command(short_help="Run one scheduler; of several, one leads.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ops import logs
@@ -10,13 +11,26 @@ from ops.joined import check_nats
 
 
 async def gateway(
-    *, nats_urls: Sequence[str], name: str, host: str, port: int, api_keys: Path | None, allow_open: bool, shards: int
+    *,
+    nats_urls: Sequence[str],
+    name: str,
+    host: str,
+    port: int,
+    api_keys: Path | None,
+    allow_open: bool,
+    shards: int,
+    place: tuple[Path, int, int] | None = None,
 ) -> int:
-    """Serves HTTP and the NATS ingress until SIGTERM."""
+    """Serves HTTP and the NATS ingress until SIGTERM. ``place``: directory, number and count of processes on the port."""
     from broker.gateway import GatewayOptions
     from broker.gateway_main import GatewayConfig, run_gateway
+    from broker.http_app import HttpOptions
+    from broker.siblings import Place
 
-    logs.configure("gateway")
+    logs.configure("gateway" if place is None else f"gateway-{place[1]}")
+    http = HttpOptions()
+    if place is not None:
+        http = replace(http, bodies_bytes_max=http.bodies_bytes_max // place[2])
     await check_nats(",".join(nats_urls), must_answer=False)
     config = GatewayConfig(
         nats_urls=tuple(nats_urls),
@@ -25,6 +39,8 @@ async def gateway(
         api_keys=api_keys,
         allow_open=allow_open,
         gateway=GatewayOptions(name=name, queue_shards=shards),
+        http=http,
+        place=None if place is None else Place(*place),
     )
     return await run_gateway(config)
 

@@ -7,7 +7,6 @@ finish, and ties every child to its own life: when it is killed, the kernel kill
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import fcntl
 import os
@@ -17,23 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from ops.kept import Kept
 from ops.servers import free_port, nats_server_argv, port_is_free, valkey_server_argv
 from subjects.errors import CarpoolError, ConfigError
 
 READY_S_MAX = 60.0
 """How long the set may take until its endpoint answers and a device is known."""
-REFUSED = 2
-"""Exit code of a part that was given something wrong, such as a device that is not there."""
-RESTARTS_MAX = 10
-RESTARTS_WINDOW_S = 60.0
-RESTART_DELAY_S_MAX = 5.0
-LOG_BYTES_MAX = 16 * 1024 * 1024
-"""A part's log starts afresh when it is found bigger than this at a start of the part."""
 STOP_S_MAX: dict[str, float] = {"gateway": 45.0, "scheduler": 10.0, "worker": 60.0, "valkey": 10.0, "nats": 10.0}
 """After SIGTERM a part gets this long before SIGKILL."""
 _STOP_ORDER = ("gateway", "scheduler", "worker", "valkey", "nats")
@@ -94,71 +88,13 @@ def running_pool(state_dir: Path) -> Endpoints | None:
         return None
 
 
-class _Part:
-    """One child process that is kept running."""
-
-    def __init__(self, name: str, argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self.name = name
-        self.argv = list(argv)
-        self.log = log
-        self.environment = dict(environment)
-        self.process: asyncio.subprocess.Process | None = None
-        self.restarts: collections.deque[float] = collections.deque(maxlen=RESTARTS_MAX)
-        self.stopping = False
-        self.refused = False
-        """It said that it was given something wrong: to start it again would change nothing."""
-        self._log_from = log.stat().st_size if log.exists() else 0
-
-    async def start(self) -> None:
-        if self.log.exists() and self.log.stat().st_size > LOG_BYTES_MAX:
-            self.log.unlink()
-            self._log_from = 0
-        with self._open_log() as log:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "ops.tether",
-                str(os.getpid()),
-                "--",
-                *self.argv,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-            )
-
-    def _open_log(self) -> IO[bytes]:
-        return self.log.open("ab")
-
-    def log_tail(self, lines_max: int = 12) -> str:
-        """Its last words since the pool was started."""
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(max(self._log_from, self.log.stat().st_size - 8192))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines_max:])
-        return ""
-
-    async def stop(self, limit_s: float) -> None:
-        self.stopping = True
-        process = self.process
-        if process is None or process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), limit_s)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-
 class Pool:
     """The embedded set. ``async with Pool(options) as pool`` starts it, waits until it serves, and ends it at the exit."""
 
     def __init__(self, options: PoolOptions, *, say: Callable[[str], None] = lambda _line: None) -> None:
         self._options = options
         self._say = say
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, Kept] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._lock: IO[bytes] | None = None
         self._broken: asyncio.Future[str] | None = None
@@ -314,34 +250,17 @@ class Pool:
         return wanted
 
     async def _run(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        part = _Part(name, argv, self.log_path(name), environment)
+        part = Kept(name, argv, environment, log=self.log_path(name))
         self._parts[name] = part
         await part.start()
-        self._watchers.append(asyncio.create_task(self._keep_running(part)))
+        kept = part.keep_running(
+            on_restart=partial(self._restarts, part), on_broken=self._break, may_refuse=lambda: not self._serving
+        )
+        self._watchers.append(asyncio.create_task(kept))
 
-    async def _keep_running(self, part: _Part) -> None:
-        while True:
-            assert part.process is not None
-            code = await part.process.wait()
-            if part.stopping:
-                return
-            if code == REFUSED and not self._serving:
-                part.refused = True
-                return
-            now_s = time.monotonic()
-            if len(part.restarts) == RESTARTS_MAX and now_s - part.restarts[0] < RESTARTS_WINDOW_S:
-                self._break(f"{part.name} ended {RESTARTS_MAX} times in a minute (last code {code})")
-                return
-            recent = sum(1 for at_s in part.restarts if now_s - at_s < RESTARTS_WINDOW_S)
-            part.restarts.append(now_s)
-            if self._serving:
-                self._say(f"{part.name} ended with code {code}: starting it again")
-            await asyncio.sleep(min(RESTART_DELAY_S_MAX, 0.05 * 2**recent))
-            try:
-                await part.start()
-            except OSError as error:
-                self._break(f"{part.name} cannot be started again: {error.strerror}")
-                return
+    def _restarts(self, part: Kept, code: int) -> None:
+        if self._serving:
+            self._say(f"{part.name} ended with code {code}: starting it again")
 
     def _break(self, reason: str) -> None:
         assert self._broken is not None
