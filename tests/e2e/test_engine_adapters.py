@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from profiles.adapters import _hash_of
-from subjects.messages import Adapter, FailureKind
-from tests.adapters import make_adapter
+from subjects.messages import Adapter, Endpoint, FailureKind
+from tests.adapters import ALL_MODULES, ALPHA, adapter_at, make_adapter
 from tests.e2e.engines import Answer, Driver, replica_spec
 from tests.waiting import until
 from workers.engines.vllm_cpu import VllmEngine
@@ -32,11 +31,6 @@ QUESTION: dict[str, Any] = {
     "max_tokens": 24,
     "ignore_eos": True,
 }
-
-
-def adapter_at(directory: Path, name: str) -> Adapter:
-    """The adapter as the registry would have it."""
-    return Adapter(name=name, source=str(directory), adapter_hash=_hash_of(directory), rank=4)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -57,7 +51,9 @@ async def driver(tiny_model: Path) -> AsyncIterator[Driver]:
 def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapter]:
     """Two different ones."""
     directory = tmp_path_factory.mktemp("adapters")
-    return {name: adapter_at(make_adapter(tiny_model, directory / name, seed=seed), name) for seed, name in enumerate("ab")}
+    for seed, name in enumerate("ab"):
+        make_adapter(tiny_model, directory / name, seed=seed)
+    return {name: adapter_at(tiny_model, directory / name, name) for name in "ab"}
 
 
 def resident(driver: Driver) -> tuple[str, ...]:
@@ -81,6 +77,43 @@ async def test_each_adapter_says_its_own_and_the_base_is_as_before(driver: Drive
     for answer in (base, *first.values(), *again.values()):
         answer.check()
         assert answer.finish_reason() == "length"
+
+
+async def test_an_adapter_answers_as_its_weights_merged_into_the_base_do(
+    driver: Driver, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Token for token what transformers say with ``W + alpha / rank * B @ A`` in each kind of layer, embedding and head
+    too, while requests for the base run in the same steps and answer as the base."""
+    directory = make_adapter(tiny_model, tmp_path / "all", seed=3, rank=8, strength=0.06, modules=ALL_MODULES)
+    prompt = list(range(20, 60))
+    body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    adapter = adapter_at(tiny_model, directory, "all")
+    sent = [driver.send(body, Endpoint.COMPLETIONS, adapter=each) for each in (adapter, None, adapter, None)]
+    answers = [(await driver.wait(request)).token_ids() for request in sent]
+    merged, base = await asyncio.to_thread(lambda: (greedy(tiny_model, prompt, directory), greedy(tiny_model, prompt)))
+    assert answers == [merged, base, merged, base]
+    assert merged != base
+
+
+def greedy(model: Path, prompt: list[int], adapter: Path | None = None) -> list[int]:
+    """30 tokens by transformers, in float32."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter is not None:
+        weights, parts = network.state_dict(), load_file(adapter / "adapter_model.safetensors")
+        for name in [name for name in parts if "lora_A" in name or "lora_embedding_A" in name]:
+            a, b = parts[name].float(), parts[name.replace("_A", "_B")].float()
+            change = (b @ a) * ALPHA / a.shape[0]
+            module = name.removeprefix("base_model.model.").split(".lora_")[0]
+            weights[f"{module}.weight"] += change.T if "embedding" in name else change
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(30):
+            ids = torch.cat([ids, network(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return [int(token) for token in ids[0, len(prompt) :]]
 
 
 async def test_a_cached_prefix_is_of_one_adapter_only(driver: Driver, adapters: dict[str, Adapter]) -> None:
@@ -139,16 +172,17 @@ async def test_an_adapter_that_cannot_be_used_fails_its_own_requests(
     alone = (await driver.ask(QUESTION, adapter=adapters["a"])).token_ids()
     missing = Adapter(name="gone", source=str(tmp_path / "gone"), adapter_hash="0", rank=4)
     changed = make_adapter(tiny_model, tmp_path / "changed", seed=9)
-    as_applied = adapter_at(changed, "changed")
+    as_applied = adapter_at(tiny_model, changed, "changed")
     make_adapter(tiny_model, changed, seed=10)
-    unserved = adapter_at(make_adapter(tiny_model, tmp_path / "dora", seed=11, use_dora=True), "dora")
+    initial = make_adapter(tiny_model, tmp_path / "pissa", seed=11, init_lora_weights="pissa")
+    unserved = adapter_at(tiny_model, initial, "pissa")
     too_wide = Adapter(name="wide", source=str(tmp_path), adapter_hash="0", rank=16)
     answers = [await driver.ask(QUESTION, adapter=each) for each in (missing, as_applied, unserved, too_wide)]
     messages = [refused(answer) for answer in answers]
     assert messages == [
         "the files of adapter 'gone' are missing on this worker",
         "the files of adapter 'changed' changed since it was applied; it has to be applied again",
-        "the engine does not load the adapter 'dora' (ValueError); the worker's log says why",
+        "the engine does not load the adapter 'pissa' (ValueError); the worker's log says why",
         "the adapter 'wide' has rank 16, and this replica takes 8 at most",
     ]
     assert (await driver.ask(QUESTION, adapter=adapters["a"])).token_ids() == alone
@@ -159,10 +193,10 @@ async def test_an_adapter_that_is_replaced_in_place_never_answers_as_it_was(
 ) -> None:
     """Same name, same directory, same prompt, other files: other weights and no cached prefix of the old ones."""
     directory = make_adapter(tiny_model, tmp_path / "x", seed=5)
-    old = await driver.ask(QUESTION, adapter=adapter_at(directory, "x"))
+    old = await driver.ask(QUESTION, adapter=adapter_at(tiny_model, directory, "x"))
     make_adapter(tiny_model, directory, seed=6)
-    new = await driver.ask(QUESTION, adapter=adapter_at(directory, "x"))
+    new = await driver.ask(QUESTION, adapter=adapter_at(tiny_model, directory, "x"))
     copy = Path(shutil.copytree(directory, tmp_path / "copy"))
-    elsewhere = await driver.ask(QUESTION, adapter=adapter_at(copy, "y"))
+    elsewhere = await driver.ask(QUESTION, adapter=adapter_at(tiny_model, copy, "y"))
     assert old.token_ids() != new.token_ids() == elsewhere.token_ids()
     assert (new.usage.cached_tokens, elsewhere.usage.cached_tokens) == (0, 0)
