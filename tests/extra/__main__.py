@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ops.supervisor import end_start_on_signal
 from subjects.errors import CarpoolError
-from tests.extra import openai_python
+from tests.extra import aiperf, langchain, openai_python, script_suites
 from tests.extra.exclusions import PAGE, page
 from tests.extra.outcome import FAILURES_SHOWN_MAX, Outcome, Suite, Surroundings
 from tests.extra.pool import pool_with_models
@@ -22,6 +22,10 @@ from tests.extra.tools import ToolAbsent
 
 SUITES: dict[str, Suite] = {
     openai_python.SUITE: openai_python.run,
+    **{name: langchain.suite(name) for name in langchain.SUITES},
+    script_suites.NPM: script_suites.run_npm,
+    script_suites.LITELLM: script_suites.run_litellm,
+    aiperf.SUITE: aiperf.run_aiperf,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +11,13 @@ FAILURES_SHOWN_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What every suite gets: the endpoint with ``/v1``, the scripted server's own address, and a folder for its files."""
+    """What every suite gets: the endpoint with ``/v1``, the scripted server's own address, a folder for its files, and a
+    folder with the tokenizer of the model ``paced``."""
 
     base_url: str
     scripted_url: str
     directory: Path
-    timeout_s: float = math.inf
+    tokenizer: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import msgspec
 
 from ops.bench.peers import program
 from ops.control import control
-from ops.models import records_of
+from ops.models import make_tiny_model, records_of
 from ops.servers import free_port
 from ops.supervisor import Pool, PoolOptions
 from subjects.errors import CarpoolError
@@ -41,8 +41,10 @@ async def pool_with_models(directory: Path, say: Callable[[str], None], *, real:
     log = directory / "scripted.log"
     async with program(argv, log, {"PYTHONPATH": str(HERE.parent.parent)}) as scripted:
         await _until_listening(port, lambda: scripted.returncode is not None, log)
+        tokenizer = await asyncio.to_thread(make_tiny_model, "extra", seed=1, directory=directory / "tiny")
         services = directory / "models.yaml"
-        services.write_text((HERE / "models.yaml").read_text().replace("{scripted}", f"http://127.0.0.1:{port}"))
+        text = (HERE / "models.yaml").read_text().replace("{scripted}", f"http://127.0.0.1:{port}")
+        services.write_text(text.replace("{tokenizer}", str(tokenizer)))
         # Converting SmolLM2 for the first time takes a while and must not hold the loop.
         records = await asyncio.to_thread(records_of, [services, *([REAL_MODEL] if real else [])])
         options = PoolOptions(state_dir=directory / "state", devices=(DEVICE,))
@@ -52,6 +54,7 @@ async def pool_with_models(directory: Path, say: Callable[[str], None], *, real:
                 base_url=f"{pool.http_url}/v1",
                 scripted_url=f"http://127.0.0.1:{port}",
                 directory=directory,
+                tokenizer=tokenizer,
             )
 
 
