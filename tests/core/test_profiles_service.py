@@ -140,6 +140,24 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("escape sequence", _spec('model: "\\e[31mred"'), ("spec.model", "control character")),
     ("set", HEAD + "spec: !!set {source}\n", ()),
     ("bytes", _spec("model: !!binary aGk="), ("spec.model: YAML reads this as",)),
+    ("adapter without a name", _spec("adapters: [{source: x}]"), ("spec.adapters[0].name: is missing",)),
+    ("adapter without a source", _spec("adapters: [{name: b}]"), ("spec.adapters[0].source: is missing",)),
+    ("adapter's field", _spec("adapters: [{name: a, sorce: x}]"), ("spec.adapters[0]: unknown", "did you mean 'source'")),
+    (
+        "adapter twice",
+        _spec("adapters: [{name: b, source: x}, {name: b, source: y}]"),
+        ("spec.adapters[1]", "'b' is already"),
+    ),
+    (
+        "adapter like its model",
+        _spec("adapters: [{name: b, source: x, aliases: [a]}]"),
+        ("spec.adapters[0]", "'a' is already"),
+    ),
+    ("adapter called auto", _spec("adapters: [{name: Auto, source: x}]"), ("spec.adapters[0]", "reserved")),
+    ("adapter by URL", _spec("adapters: [{name: b, source: 'https://x/y'}]"), ("spec.adapters[0].source: is a URL",)),
+    ("adapters and none", _spec("adapters_max: 0, adapters: [{name: b, source: x}]"), ("spec.adapters_max: is 0",)),
+    ("an odd rank", _spec("adapters_rank_max: 12"), ("spec.adapters_rank_max", "use one of: 1, 8, 16")),
+    ("LoRA by options", _spec("engine: {options: {max_loras: 3}}"), ("spec.engine.options.max_loras", "spec.adapters_max")),
 ]
 
 
