@@ -2,9 +2,10 @@
 
 Served: text, ``system``, several turns, pictures as base64, tools and their results, ``tool_choice``, ``stop_sequences``,
 sampling, ``thinking`` and ``output_config`` as far as the engine has them, and a last message of the assistant, which is
-continued. Taken without effect: ``cache_control`` (prefixes are always cached, within a tenant), ``service_tier``, and the
-signatures of thinking. Everything else is a 400 that names the field: documents, pictures by URL or file id, tools that
-Anthropic runs or defines itself, containers, context management.
+continued. Taken without effect: ``cache_control`` (prefixes are always cached, within a tenant), ``service_tier``, the
+signatures of thinking, ``is_error`` of a result (its text says so), and a ``context_management`` that keeps all thinking.
+Everything else is a 400 that names the field: documents, pictures by URL or file id, tools that Anthropic runs or defines
+itself, containers, edits of the context.
 
 Field by field as in Anthropic's reference (https://docs.claude.com/en/api/messages).
 """
@@ -108,6 +109,19 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: OutputFormat | None = None
 
 
+class ContextEdit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is cut out of a long conversation: here, nothing."""
+
+    type: Annotated[str, Meta(pattern="^clear_thinking_")]
+    keep: Literal["all"]
+
+
+class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``context_management``, as agents send it who keep all thinking."""
+
+    edits: list[ContextEdit] | None = None
+
+
 class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/messages/count_tokens``."""
 
@@ -119,6 +133,7 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
     cache_control: Any = None
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Not Anthropic's: goes to the engine, as the other fields of ``_PASSED`` do."""
 

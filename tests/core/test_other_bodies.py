@@ -143,7 +143,8 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"container": "c"}, "container"),
     ({"mcp_servers": []}, "mcp_servers"),
-    ({"context_management": {}}, "context_management"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management.edits[0].keep"),
     ({"n": 2}, "n"),
     ({"cache_salt": "x"}, "cache_salt"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),
@@ -237,7 +238,12 @@ def test_what_is_taken_without_effect() -> None:
         "reasoning": {"effort": None, "summary": "auto"},
     }
     assert chat_of(RESPONSES | hints) == chat_of(RESPONSES)
-    of_messages = {"cache_control": {"type": "ephemeral"}, "service_tier": "auto", "tool_choice": {"type": "auto"}}
+    of_messages = {
+        "cache_control": {"type": "ephemeral"},
+        "service_tier": "auto",
+        "tool_choice": {"type": "auto"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
     assert chat_of(MESSAGES | of_messages) == chat_of(MESSAGES)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import msgspec
 import openai
@@ -269,6 +270,50 @@ async def test_nats_and_http_answer_alike(stage: Stage) -> None:
         with pytest.raises(ApiError) as unknown:
             await scheduler.infer("Hi", model="tinny")
         assert unknown.value.status == 404
+
+
+async def test_other_apis_say_the_same_as_a_chat(stage: Stage) -> None:
+    """Anthropic's messages and OpenAI's responses, by their own SDKs: text, end and usage of a chat, in both modes (J1)."""
+    chat, _ = await stage.chat({"messages": HI, "max_tokens": 24})
+    text: str = chat["choices"][0]["message"]["content"]
+    counts = [chat["usage"][name] for name in ("prompt_tokens", "completion_tokens")]
+    stop = text[len(text) // 2 :][:5]
+    asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 24, "extra_body": {"temperature": 0}}
+    async with anthropic.AsyncAnthropic(base_url=stage.pool.http_url, api_key="none", max_retries=0) as sdk:
+        assert (await sdk.messages.count_tokens(model="tiny", messages=HI)).input_tokens == counts[0]
+        for more, reason, expected in (
+            ({}, "max_tokens", text),
+            ({"stop_sequences": [stop]}, "stop_sequence", text[: text.index(stop)]),
+        ):
+            body: Any = asked | more
+            async with sdk.messages.stream(**body) as stream:
+                streamed: anthropic.types.Message = await stream.get_final_message()
+            whole = await sdk.messages.create(**body)
+            for message in (whole, streamed):
+                assert "".join(block.model_dump()["text"] for block in message.content) == expected
+                assert (message.stop_reason, message.stop_sequence) == (reason, stop if more else None)
+                usage = message.usage
+                assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counts[0]
+                assert more or usage.output_tokens == counts[1]
+        half = text[: len(text) // 2]
+        begun: Any = asked | {"messages": [*HI, {"role": "assistant", "content": half}]}
+        counted = await sdk.messages.count_tokens(model="tiny", messages=begun["messages"])
+        continued: anthropic.types.Message = await sdk.messages.create(**begun)
+        usage = continued.usage
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens > counts[0]
+        with pytest.raises(anthropic.BadRequestError, match="thinking_token_budget"):
+            await sdk.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})
+    about: Any = {"model": "tiny", "input": HI, "max_output_tokens": 24, "temperature": 0}
+    whole_response = await stage.sdk.responses.create(**about)
+    last = [event async for event in await stage.sdk.responses.create(**about, stream=True)][-1]
+    assert last.type == "response.incomplete"
+    for response in (whole_response, last.response):
+        assert (response.output_text, response.status) == (text, "incomplete") and response.usage is not None
+        assert [response.usage.input_tokens, response.usage.output_tokens] == counts
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
+    shaped = await stage.sdk.responses.create(**about, text=form)
+    assert shaped.status == "completed" and json.loads(shaped.output_text) == {"a": 7}
 
 
 async def test_leaving_a_stream_empties_the_engine(stage: Stage) -> None:

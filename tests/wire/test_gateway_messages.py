@@ -312,6 +312,28 @@ async def test_pings_while_nothing_happens(pool: Pool) -> None:
     assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "ping" in kinds
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "kinds"),
+    [
+        ("/v1/messages", {"max_tokens": 50, "messages": HI}, ["error"]),
+        ("/v1/responses", {"input": "Hi"}, ["response.created", "response.in_progress", "response.failed"]),
+    ],
+)
+async def test_a_failure_after_the_stream_opened(pool: Pool, path: str, body: dict[str, Any], kinds: list[str]) -> None:
+    """Too late for an HTTP status and before any output: still told in the API's own events (A6, A7)."""
+
+    async def script(run: Run) -> None:
+        await asyncio.sleep(0.5)
+        await run.end(failure=Failure(kind=FailureKind.BAD_REQUEST, message="bad", status=400))
+
+    model = record()
+    await pool.register(model)
+    await pool.replica(model, script)
+    response = await pool.http.post(path, json=body | {"model": model.name, "stream": True})
+    assert response.status_code == 200 and response.text.startswith(": keep-alive\n\n")
+    assert [event["type"] for event in parsed(response)] == kinds
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_stops_its_generation(pool: Pool, stream: bool) -> None:
     """In the middle of an answer, streamed or not: the replica hears of it at once (A1 to A3)."""
