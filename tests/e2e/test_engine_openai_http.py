@@ -235,7 +235,7 @@ async def test_the_body_is_the_clients_but_for_what_is_ours(scripted: Driver, se
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 async def test_two_choices_end_one_after_the_other(scripted: Driver, server: ScriptedServer, size: int) -> None:
-    """Each choice counts its own chunks; one end, on the last; bytes cut anywhere, within characters too, make no difference."""
+    """Each choice counts its own chunks; one end, on the last; bytes cut anywhere, also within characters, are no matter."""
     stream = (
         STREAM
         + event(content("a😀"), content("b", 1))
