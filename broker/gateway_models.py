@@ -47,9 +47,15 @@ class ModelTable:
         return None if other is None else self._view(self._records[other[0]], other[1])
 
     def adapter_of(self, view: ModelView, name: str) -> ModelView | None:
-        """The adapter of that name or alias of the view's model, whichever of the two the view is of."""
+        """The adapter of that name or alias of the view's model.
+
+        Raises:
+            ApiError: 400, the view is of another adapter already.
+        """
         for adapter in view.record.adapters:
             if name == adapter.name or name in adapter.aliases:
+                if view.adapter not in (None, adapter):
+                    raise ApiError(400, "'model' and 'adapter' name two adapters; only one can answer.", param="adapter")
                 return replace(view, adapter=adapter)
         return None
 
