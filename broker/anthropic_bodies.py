@@ -239,11 +239,11 @@ def _prompt(body: CountTokensBody) -> dict[str, Any]:
         chat["tools"] = [_tool(tool, index) for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         _choose_tool(body.tool_choice, chat)
-    if body.thinking is not None:
-        _think(body.thinking, chat)
     config = body.output_config or OutputConfig()
     if config.effort is not None:
         chat["reasoning_effort"] = config.effort
+    if body.thinking is not None:  # after the effort: a model that shall not think makes none
+        _think(body.thinking, chat)
     if config.format is not None:
         schema = {"name": "answer", "schema": config.format.schema}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}

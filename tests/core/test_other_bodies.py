@@ -102,6 +102,8 @@ def test_thinking(thinking: dict[str, Any], expected: dict[str, Any]) -> None:
     """A budget is the engine's to keep or to refuse; "adaptive" asks for nothing."""
     chat = chat_of(MESSAGES | {"thinking": thinking})
     assert {name: chat[name] for name in ("thinking_token_budget", "reasoning_effort") if name in chat} == expected
+    chat = chat_of(MESSAGES | {"thinking": thinking, "output_config": {"effort": "low"}})
+    assert chat["reasoning_effort"] == expected.get("reasoning_effort", "low")
 
 
 def test_a_schema_for_the_answer() -> None:
