@@ -23,7 +23,7 @@ import msgspec
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Delta, Endpoint, Failure, FailureKind, Task, Usage
+from subjects.messages import Adapter, Delta, Endpoint, Failure, FailureKind, Task, Usage
 from subjects.tasks import end_tasks
 from workers.core.embeddings import EncodingFormat, embedding_deltas, rewritten
 from workers.core.refusals import client_message
@@ -243,7 +243,10 @@ class OpenAiHttpEngine(FixedEngine):
                 "POST", self._url(request.endpoint), content=body, headers={"content-type": "application/json"}
             ) as reply:
                 if reply.status_code != 200:
-                    answer.fail(await _failure_of(reply))
+                    failure = await _failure_of(reply)
+                    if request.adapter is not None and reply.status_code == 404:
+                        failure = _unknown_adapter(request.adapter)
+                    answer.fail(failure)
                     return
                 if request.endpoint is Endpoint.EMBEDDINGS:
                     answer.give_embeddings(*await _embeddings_of(reply, request.body))
@@ -261,6 +264,9 @@ class OpenAiHttpEngine(FixedEngine):
         if not isinstance(body, dict):
             raise TypeError
         body["model"] = self._model
+        if request.adapter is not None:
+            body["model"] = request.adapter.source
+            body.pop("adapter", None)  # how a client may name it here; a server may refuse what it does not know
         if request.endpoint is Endpoint.EMBEDDINGS:
             return json.dumps(body, ensure_ascii=False).encode()
         options = body.get("stream_options")
@@ -480,6 +486,11 @@ def _failure_from(error: Any, status: int) -> Failure:
         param=param if isinstance(param, str) else None,
         code=code if isinstance(code, str) else None,
     )
+
+
+def _unknown_adapter(adapter: Adapter) -> Failure:
+    message = f"the server of this model does not serve the adapter '{adapter.name}'"
+    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400, param="model", code="adapter_unavailable")
 
 
 def _sick(message: str, status: int = 500) -> Failure:
