@@ -4,12 +4,13 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: help setup demo test check bench mutation clean
+.PHONY: help setup demo test check check-extra bench mutation clean
 
 help:
 	@echo "make demo   three models make room for each other on this machine (real engines)"
 	@echo "make test   the tests"
 	@echo "make check  format, lint, types, import contracts"
+	@echo "make check-extra  clients' own suites against a whole pool (fetches them; a quarter of an hour)"
 	@echo "make bench  gateway throughput and latency beside a bare echo server"
 	@echo "make mutation  are the tests of the cores any good? (half an hour; SEED=2 draws another sample)"
 	@echo "make clean  remove .venv and caches (converted weights in the user cache stay)"
@@ -35,6 +36,9 @@ check: $(STAMP)
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
+
+check-extra: $(STAMP)
+	$(RUN)/python -m tests.extra --json
 
 bench: $(STAMP)
 	$(RUN)/carpool bench gateway

@@ -1,4 +1,4 @@
-"""``make check-extra``: ``python -m tests.extra [--json] [--only SUITE]... [--no-real] [--write-page]``."""
+"""``make check-extra``: ``python -m tests.extra [--json] [--only SUITE]... [--write-page]``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from subjects.errors import CarpoolError
 from tests.extra import aiperf, langchain, openai_python, script_suites
 from tests.extra.exclusions import PAGE, page
 from tests.extra.outcome import FAILURES_SHOWN_MAX, Outcome, Suite, Surroundings
-from tests.extra.pool import pool_with_models
+from tests.extra.pool import pool_with_models, wake
 from tests.extra.tools import ToolAbsent
 
 SUITES: dict[str, Suite] = {
@@ -32,8 +32,13 @@ SUITES: dict[str, Suite] = {
 async def check(names: Sequence[str], directory: Path, *, real: bool) -> list[Outcome]:
     """Starts the pool, runs the suites one after another, and ends the pool."""
     outcomes: list[Outcome] = []
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    models = ["simulated", "scripted", "paced", *(["smollm2"] if real else [])]
     _say("starting NATS, Valkey, scheduler, gateway, worker agent and a scripted OpenAI server")
     async with pool_with_models(directory, _say, real=real) as surroundings:
+        _say(f"waking {', '.join(models)}")
+        bodies: list[tuple[str, dict[str, object]]] = [("/chat/completions", {"model": name, **asked}) for name in models]
+        await wake(surroundings.base_url, [*bodies, ("/embeddings", {"model": "embedder", "input": "Hello"})])
         for name in names:
             _say(f"{name}: installing what is missing, and running")
             outcome = await _outcome(name, surroundings)
@@ -89,7 +94,7 @@ def main() -> int:
 async def _checked(names: Sequence[str], directory: Path) -> list[Outcome]:
     end_start_on_signal()
     try:
-        return await check(names, directory, real=False)
+        return await check(names, directory, real=langchain.REAL in names)
     except asyncio.CancelledError:
         print("check-extra: ended before its end", file=sys.stderr)
     except CarpoolError as error:

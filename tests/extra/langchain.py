@@ -10,10 +10,11 @@ from tests.extra.tools import pinned, python_of
 
 CLIENTS = Path(__file__).parent / "clients"
 TIMEOUT_S = 420.0
+REAL = "langchain-smollm2"
 SUITES = {
     "langchain": ("TestUnit", "TestScripted"),
     "langchain-responses": ("TestScriptedResponses",),
-    "langchain-smollm2": ("TestReal",),
+    REAL: ("TestReal",),
 }
 
 

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 REAL_MODEL = HERE.parent.parent / "ops" / "examples" / "smollm2.yaml"
 DEVICE = "cpu:6GiB"
 SCRIPTED_S_MAX = 30.0
+WAKE_S_MAX = 180.0
 _POLL_S = 0.1
 
 
@@ -58,13 +59,13 @@ async def pool_with_models(directory: Path, say: Callable[[str], None], *, real:
             )
 
 
-async def wake(base_url: str, bodies: Sequence[tuple[str, dict[str, object]]], *, seconds_max: float) -> None:
+async def wake(base_url: str, bodies: Sequence[tuple[str, dict[str, object]]]) -> None:
     """Asks once for each model, so that no suite's own timeout has to hold for a model's start.
 
     Raises:
         CarpoolError: one is not answered.
     """
-    async with httpx.AsyncClient(timeout=seconds_max, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=WAKE_S_MAX, trust_env=False) as client:
         for route, body in bodies:
             reply = await client.post(f"{base_url}{route}", json=body)
             if reply.status_code != 200:

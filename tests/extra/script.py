@@ -60,11 +60,18 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, its parts joined."""
+    """The text of a message, its parts joined; of an image is told what its URL begins with and how long it is."""
     content = message.get("content")
     if isinstance(content, list):
-        return " ".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+        return " ".join(_of_part(part) for part in content if isinstance(part, dict))
     return str(content or "")
+
+
+def _of_part(part: Mapping[str, Any]) -> str:
+    if part.get("type") == "image_url":
+        url = str(part["image_url"]["url"])
+        return f"[{url.partition(',')[0]} {len(url)}]"
+    return str(part.get("text") or "")
 
 
 def answer(body: Mapping[str, Any]) -> Script:

@@ -46,12 +46,12 @@ def application() -> Starlette:
     async def chat(request: Request) -> Response:
         body = json.loads(await request.body())
         try:
-            if body.get("stream") is not True:
-                raise Refused("this server only streams")
             script = answer(body)
         except (Refused, LookupError, TypeError, ValueError) as error:
             reason = str(error) if isinstance(error, Refused) else f"the request cannot be read ({type(error).__name__})"
             return JSONResponse({"error": {"message": reason, "type": "invalid_request_error", "code": None}}, 400)
+        if not body.get("stream"):
+            return JSONResponse(_whole(body, script))
         return StreamingResponse(_counted(_events(body, script), counts), media_type="text/event-stream")
 
     return Starlette(
@@ -77,6 +77,22 @@ async def _counted(events: AsyncIterator[str], counts: _Counts) -> AsyncIterator
         counts.left += not whole
 
 
+def _whole(body: dict[str, Any], script: Script) -> dict[str, Any]:
+    """What a warm-up asks for; requests of clients come as streams."""
+    message = {"role": "assistant", "content": "".join(script.pieces)}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": script.finish_reason}
+    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(body, script)}
+
+
+def _usage(body: dict[str, Any], script: Script) -> dict[str, int]:
+    prompt, completion = prompt_tokens(body), script.tokens * int(body.get("n") or 1)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": "chatcmpl-scripted", "object": kind, "created": 1, "model": MODEL}
+
+
 async def _events(body: dict[str, Any], script: Script) -> AsyncIterator[str]:
     choices = int(body.get("n") or 1)
     for index in range(choices):
@@ -94,9 +110,7 @@ async def _events(body: dict[str, Any], script: Script) -> AsyncIterator[str]:
     for index in range(choices):
         yield _event([_choice(index, {}, finish_reason=script.finish_reason)])
     if (body.get("stream_options") or {}).get("include_usage"):
-        prompt, completion = prompt_tokens(body), script.tokens * choices
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        yield _event([], usage)
+        yield _event([], _usage(body, script))
     yield "data: [DONE]\n\n"
 
 
@@ -118,8 +132,8 @@ def _logprobs(piece: str, body: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-    chunk = {"id": "chatcmpl-scripted", "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": choices}
-    return f"data: {json.dumps(chunk | {'usage': usage}, ensure_ascii=False)}\n\n"
+    chunk = {**_head("chat.completion.chunk"), "choices": choices, "usage": usage}
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
 
 
 def main() -> None:

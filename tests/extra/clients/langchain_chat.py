@@ -76,3 +76,8 @@ class TestUnit(ChatModelUnitTests):  # type: ignore[misc]
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return ENDPOINT | {"model": "scripted", "stream_usage": True}
+
+    @property
+    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        environment = {"OPENAI_API_KEY": "any", "OPENAI_API_BASE": BASE_URL}
+        return environment, {"model": "scripted"}, {"openai_api_key": "any", "openai_api_base": BASE_URL}

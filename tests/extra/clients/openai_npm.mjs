@@ -113,6 +113,14 @@ const tests = {
     assert.deepEqual(JSON.parse(answer.choices[0].message.content), { city: "Turin", people: 850000 });
   },
 
+  async "an image part comes to the engine as it is, and a link to one is refused"() {
+    const url = `data:image/png;base64,${Buffer.from("not much of a picture").toString("base64")}`;
+    const parts = (link) => [{ type: "text", text: "look" }, { type: "image_url", image_url: { url: link } }];
+    const answer = await client.chat.completions.create(says(parts(url)));
+    assert.equal(answer.choices[0].message.content, `You said: look [data:image/png;base64 ${url.length}]`);
+    await assert.rejects(client.chat.completions.create(says(parts("http://127.0.0.1/a.png"))), BadRequestError);
+  },
+
   async "log probabilities, choices, stop strings and the bound on tokens"() {
     const wanted = { n: 2, logprobs: true, top_logprobs: 1, stop: ["four"], max_tokens: 20 };
     const answer = await client.chat.completions.create(says("three four five", wanted));
