@@ -39,6 +39,10 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
+# Most events of a stream are these: of them only the text is encoded anew.
+_DELTA_EVENT = (
+    b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}\n\n'
+)
 _DELTAS = {
     Kind.TEXT: ("text_delta", "text"),
     Kind.REASONING: ("thinking_delta", "thinking"),
@@ -190,6 +194,6 @@ def _block_event(change: Change) -> bytes:
             return _event("content_block_start", {"index": index, "content_block": _opening(part)})
         case Grew(part, text):
             kind, field = _DELTAS[part.kind]
-            return _event("content_block_delta", {"index": index, "delta": {"type": kind, field: text}})
+            return _DELTA_EVENT % (index, kind.encode(), field.encode(), _encode(text))
         case Closed():
             return _event("content_block_stop", {"index": index})

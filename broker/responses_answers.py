@@ -33,6 +33,10 @@ INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 _encode = msgspec.json.Encoder().encode
 _FIELD = re.compile(r"[a-z_]+")
+# Most events of a stream are these: of them only the text is encoded anew.
+_DELTA_EVENT = (
+    b'event: %b.delta\ndata: {"type":"%b.delta","sequence_number":%d,"output_index":%d,"item_id":"%b",%b"delta":%b}\n\n'
+)
 _ID_PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 _EVENTS = {
     Kind.TEXT: "response.output_text",
@@ -117,29 +121,35 @@ class ResponseWriter:
 
     def _changed(self, change: Change) -> bytes:
         part = change.part
+        if isinstance(change, Grew):
+            return self._grew(part, change.text, change.logprobs)
         item = {"output_index": part.index, "item_id": self._item_id(part)}
         place = item if part.kind is Kind.CALL else item | {"content_index": 0}
-        name = _EVENTS[part.kind]
         match change:
             case Opened():
                 events = self._event("response.output_item.added", self._whole_item(part, "in_progress", empty=True))
                 if part.kind is not Kind.CALL:
                     events += self._event("response.content_part.added", place | {"part": _content(part, "", [])})
                 return events
-            case Grew(_, text, logprobs):
-                fields: dict[str, Any] = {"delta": text}
-                if part.kind is Kind.TEXT:
-                    fields["logprobs"] = logprobs
-                return self._event(f"{name}.delta", place | fields)
             case Closed():
-                fields = {"arguments": part.text, "name": part.name} if part.kind is Kind.CALL else {"text": part.text}
+                fields: dict[str, Any] = {"text": part.text}
+                if part.kind is Kind.CALL:
+                    fields = {"arguments": part.text, "name": part.name}
                 if part.kind is Kind.TEXT:
                     fields["logprobs"] = part.logprobs
-                events = self._event(f"{name}.done", place | fields)
+                events = self._event(f"{_EVENTS[part.kind]}.done", place | fields)
                 if part.kind is not Kind.CALL:
                     done = _content(part, part.text, part.logprobs)
                     events += self._event("response.content_part.done", place | {"part": done})
                 return events + self._event("response.output_item.done", self._whole_item(part, self._part_status(part)))
+
+    def _grew(self, part: Part, text: str, logprobs: Sequence[Any]) -> bytes:
+        name = _EVENTS[part.kind].encode()
+        more = b"" if part.kind is Kind.CALL else b'"content_index":0,'
+        if part.kind is Kind.TEXT:
+            more += b'"logprobs":' + (_encode(logprobs) if logprobs else b"[]") + b","
+        number, self._sequence = self._sequence, self._sequence + 1
+        return _DELTA_EVENT % (name, name, number, part.index, self._item_id(part).encode(), more, _encode(text))
 
     def _whole_item(self, part: Part, status: str, *, empty: bool = False) -> dict[str, Any]:
         return {"output_index": part.index, "item": self._item(part, status, empty=empty)}
