@@ -50,7 +50,6 @@ async def pytest_outcome(
         "PYTHONPATH": str(HERE / "plugin"),
         "EXTRA_EXCLUSIONS": str(rules),
         "EXTRA_RESULTS": str(results),
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
     code, output = await run(argv, cwd=cwd, environment=variables, timeout_s=timeout_s)
     (directory / f"{suite}.log").write_text(output)

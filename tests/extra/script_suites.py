@@ -37,7 +37,7 @@ async def run_litellm(surroundings: Surroundings) -> Outcome:
     python = await python_of(LITELLM)
     argv = [str(python), str(CLIENTS / "litellm_client.py")]
     # It would fetch a table of prices at import otherwise.
-    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     return await _script(LITELLM, pinned(f"{LITELLM}.lock")["litellm"], argv, surroundings, variables)
 
 

@@ -46,8 +46,9 @@ async def python_of(name: str) -> Path:
         python = folder / "venv" / "bin" / "python"
         if fresh:
             await _install([sys.executable, "-m", "venv", str(folder / "venv")], folder)
-            pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-deps"]
-            await _install([*pip, "-r", str(lock)], folder)
+            # Compiled when imported: what a suite does not import needs no bytecode.
+            words = ["--disable-pip-version-check", "--quiet", "--no-deps", "--no-compile"]
+            await _install([str(python), "-m", "pip", "install", *words, "-r", str(lock)], folder)
         return python
 
 
