@@ -108,7 +108,9 @@ class MessageWriter:
         self._parts.add(deltas)
         self._parts.end()
         stop_reason, stop_sequence = self._stop()
-        content = [self._block(part, cut=stop_reason != "tool_use") for part in self._parts.parts]
+        parts = self._parts.parts
+        cut = parts[-1] if parts and stop_reason != "tool_use" else None
+        content = [self._block(part, cut=part is cut) for part in parts]
         return _encode(self._message(content, stop_reason, stop_sequence, self._usage(usage)))
 
     def _start(self) -> bytes:

@@ -265,13 +265,18 @@ async def test_why_a_message_ends(
         assert [block.model_dump()["text"] for block in message.content] == ["word"]
 
 
-@pytest.mark.parametrize(("finish", "status"), [("tool_calls", 502), ("length", 200)])
-async def test_broken_arguments_of_a_call(pool: Pool, finish: str, status: int) -> None:
-    """Arguments that are no object are never told as if they were empty, unless the answer says that it was cut."""
+@pytest.mark.parametrize(
+    ("finish", "calls", "status"),
+    [("tool_calls", ['{"a": '], 502), ("length", ['{"a": '], 200), ("length", ["x", "{"], 502)],
+)
+async def test_broken_arguments_of_a_call(pool: Pool, finish: str, calls: list[str], status: int) -> None:
+    """Arguments that are no object are never told as if they were empty, but where the answer says that it was cut there."""
 
     async def script(run: Run) -> None:
-        call = {"index": 0, "id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": '}}
-        await run.say("", detail={"tool_calls": [call]})
+        for index, arguments in enumerate(calls):
+            function = {"name": "look", "arguments": arguments}
+            call = {"index": index, "id": f"c{index}", "type": "function", "function": function}
+            await run.say("", detail={"tool_calls": [call]})
         await run.end(finish=finish)
 
     model = record()
