@@ -60,8 +60,17 @@ async def apply_records(records: Sequence[ModelRecord], *, nats_url: str) -> Non
             f"  context {record.max_context_len}, {record.kv_bytes_per_token} B of KV per token, "
             f"hash {record.model_hash[:16]}" + (", random weights" if record.random_weights else "")
         )
+        if record.adapters or record.adapters_max:
+            print(f"  {adapters_text(record)}")
         if note:
             print(f"  {note}")
+
+
+def adapters_text(record: ModelRecord) -> str:
+    """One line on a model's adapters: which, and how many of what rank a replica holds."""
+    listed = ", ".join(adapter.name for adapter in record.adapters) or "none yet"
+    room = f"; {record.adapters_max} at once, rank up to {record.adapters_rank_max}" if record.adapters_max else ""
+    return f"adapters: {listed}{room}"
 
 
 async def show(what: str, *, as_json: bool, nats_url: str) -> None:

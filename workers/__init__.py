@@ -15,6 +15,8 @@ Contract of this folder:
   a forked replica does.
 - ``devices.py`` finds devices and reads their memory. Sum of budgets <= capacity at every instant.
 - ``engines/`` holds the implementations of one small protocol; they are imported late, by replica processes only.
+  A request may name a LoRA adapter: ``core/adapters.py`` says who is loaded, who waits and who is evicted,
+  ``engines/adapter_gate.py`` does it, and ``engines/vllm_lora_cpu.py`` is its arithmetic on a CPU (ops/decisions/0028).
 
 Imports: ``kvcache``, ``profiles``, ``subjects``; never ``broker``.
 """
