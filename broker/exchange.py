@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,6 +72,9 @@ class Exchange:
         self._buffered_bytes = 0
         self._end: Ended | Failed | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._quiet_s = math.inf
+        """In the loop's time: when the reader is to be told that there is no news."""
         self._left = False
 
     @property
@@ -85,9 +89,11 @@ class Exchange:
         for delta in deltas:
             self._deltas.append(delta)
             self._buffered_bytes += len(delta.text) + len(delta.detail) + _DELTA_BYTES
+        if not self.stream:
+            # Nobody needs it before its end, and it is bounded by its own max_tokens.
+            return True
         self._wake()
-        # A whole answer is not bounded here: it is bounded by its own max_tokens, and nobody reads before its end.
-        return not self.stream or self._buffered_bytes <= BUFFERED_BYTES_MAX
+        return self._buffered_bytes <= BUFFERED_BYTES_MAX
 
     def degrade(self, model: str, degraded_from: str, leave: Callable[[], None]) -> None:
         """Another model answers from here on (ING-8); the id that the client knows stays."""
@@ -113,6 +119,9 @@ class Exchange:
         if not self._left:
             self._left = True
             self.drop_buffered()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             if self._end is None:
                 self._leave()
             self._wake()
@@ -122,18 +131,40 @@ class Exchange:
         if not self._deltas and self._end is None and not self._left:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
+            self._quiet_s = math.inf
+            if timeout_s is not None:
+                self._quiet_s = loop.time() + timeout_s
+                # One timer for many waits: it looks when it fires whether it is needed later.
+                if self._timer is None or self._timer.when() > self._quiet_s:
+                    self._set_timer(loop)
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                if timer is not None:
-                    timer.cancel()
         if self._deltas:
             deltas = tuple(self._deltas)
             self.drop_buffered()
             return deltas
         return self._end
+
+    def end_if_read(self) -> Ended | Failed | None:
+        """The end, if it is known and all before it was read."""
+        return None if self._deltas else self._end
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(self._quiet_s, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._quiet_s == math.inf:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._quiet_s:
+            self._set_timer(loop)
+        else:
+            self._wake()
 
     @property
     def left(self) -> bool:

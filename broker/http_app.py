@@ -58,6 +58,8 @@ BODY_READ_S_MAX = 60.0
 DISCARDED_BYTES_MAX = 64 * 1024 * 1024
 """Read and thrown away of a body that is too large: a client that is still writing would not see our answer otherwise."""
 _JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
+_UNUSED_HEADERS = frozenset({b"host", b"user-agent", b"accept", b"accept-encoding", b"accept-language", b"connection"})
+"""Every client sends these, and OpenAI's own a dozen of ``x-stainless-*`` more; nobody here asks for them."""
 _SSE: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -266,21 +268,25 @@ class HttpApp:
                 opened = True
                 quiet_s = self._options.keep_alive_s
                 await send({"type": "http.response.start", "status": 200, "headers": _SSE + _about(exchange)})
-            more = True
+            data = b""
+            end: Ended | Failed | None = None
             if piece is None:
                 data = KEEP_ALIVE
-            elif isinstance(piece, Failed):
-                data, more = error_event(piece.error), False
+            elif isinstance(piece, Ended | Failed):
+                end = piece
             else:
                 writer = writer or ChunkWriter(exchange.head)
-                if isinstance(piece, Ended):
-                    last = writer.usage_chunk(piece.usage)
-                    data, more = as_events([last] if last is not None else []) + DONE, False
-                else:
-                    data = as_events([chunk for delta in piece for chunk in writer.chunks(delta)])
+                data = as_events([chunk for delta in piece for chunk in writer.chunks(delta)])
+                end = exchange.end_if_read()  # Often it came with the last deltas: one write for both.
+            if isinstance(end, Ended):
+                writer = writer or ChunkWriter(exchange.head)
+                last = writer.usage_chunk(end.usage)
+                data += as_events([last] if last is not None else []) + DONE
+            elif isinstance(end, Failed):
+                data += error_event(end.error)
             if data:
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-            if not more:
+                await send({"type": "http.response.body", "body": data, "more_body": end is None})
+            if end is not None:
                 return
 
     async def _translated(self, exchange: Exchange, other: OtherApi, translation: Translation, send: Send) -> None:
@@ -431,7 +437,11 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    return {
+        name.decode("latin-1"): value.decode("latin-1")
+        for name, value in scope["headers"]
+        if name not in _UNUSED_HEADERS and not name.startswith(b"x-stainless-")
+    }
 
 
 def _check_content_type(headers: dict[str, str]) -> None:
