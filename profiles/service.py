@@ -24,7 +24,8 @@ API_VERSION = "llm.serving/v1"
 KIND = "ModelService"
 FILE_BYTES_MAX = 1 << 20
 DOCUMENTS_MAX = 256
-ADAPTERS_LISTED_MAX = 1024
+ADAPTERS_LISTED_MAX = 256
+"""Some 100 KB in a record, which also travels with each load."""
 _DEPTH_MAX = 32
 
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,46}[A-Za-z0-9])?$"

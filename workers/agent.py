@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
 import structlog
 
 from subjects import names
@@ -415,7 +416,7 @@ class Agent:
             worker=self._worker,
             device=command.device,
             peers=command.peers,
-            record=record,
+            record=msgspec.structs.replace(record, adapters=()),  # each grant brings its own
             nats_urls=self._config.nats_urls,
             queue_shards=self._config.queue_shards,
             threads=self._threads,

@@ -9,7 +9,10 @@ from subjects.messages import ModelRecord
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica: who it is, what it serves, where it finds the bus. ``nats_urls`` may hold credentials: never log it."""
+    """One replica: who it is, what it serves, where it finds the bus. ``nats_urls`` may hold credentials: never log it.
+
+    ``record`` comes without its list of adapters, which may change while the replica runs.
+    """
 
     replica: ReplicaId
     worker: WorkerId
