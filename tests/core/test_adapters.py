@@ -5,8 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subjects.ids import RequestId
+from broker.core.request_events import GRANT_PART_BYTES_MAX
+from subjects.ids import IngressId, RequestId
 from subjects.messages import Adapter
+from tests.core.test_live_request import live
+from tests.core.test_requests import profile
 from workers.core.adapters import (
     AdapterCommand,
     AdapterSlots,
@@ -16,6 +19,7 @@ from workers.core.adapters import (
     LoadAdapter,
     RefuseRequest,
 )
+from workers.core.held_request import HeldRequest
 
 
 def adapter(name: str, content: str = "1", source: str = "") -> Adapter:
@@ -201,3 +205,25 @@ def test_slots_hold_and_nobody_is_forgotten(slots_max: int, moves: list[str]) ->
         if world.admitted:
             world.end(next(iter(world.admitted)))
     assert world.slots.waiting == 0
+
+
+def test_what_sleeps_keeps_no_idle_adapter() -> None:
+    """Those that nothing uses are taken out; whoever asks next has it loaded anew."""
+    slots = AdapterSlots(2)
+    for number, each in enumerate((A, B)):
+        slots.ask(key(number), each)
+        slots.loaded(each)
+    slots.over(key(0))
+    assert slots.clear() == [EvictAdapter(A, 1)]
+    assert slots.resident == ("b",)
+    assert slots.ask(key(3), A) == [LoadAdapter(A, 3)]
+
+
+def test_a_grant_in_parts_brings_the_adapter_once() -> None:
+    """With the first part; put together again the replica has it."""
+    request = live(bytes(GRANT_PART_BYTES_MAX + 1))
+    request.adapter = A
+    parts = [part for number in range(2) if (part := request.grant(number)) is not None]
+    assert [part.adapter for part in parts] == [A, None]
+    held = HeldRequest(request.request, 1, IngressId("gateway"), profile(), pages=1, parts=parts)
+    assert held.whole_grant().adapter == A
