@@ -23,7 +23,7 @@ from subjects.errors import CarpoolError
 from tests.extra.outcome import Surroundings
 
 HERE = Path(__file__).parent
-REAL_MODEL = HERE.parent.parent / "ops" / "examples" / "smollm2.yaml"
+REAL_MODEL = HERE / "models_real.yaml"
 DEVICE = "cpu:6GiB"
 SCRIPTED_S_MAX = 30.0
 WAKE_S_MAX = 180.0
