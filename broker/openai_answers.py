@@ -122,7 +122,9 @@ class ChunkWriter:
         index = delta.choice
         if self._chat and not self._role_sent[index] and (delta.text or delta.detail or delta.finish_reason is not None):
             self._role_sent[index] = True
-            chunks.append(self._chat_chunk(index, {"role": "assistant", "content": ""}, {}))
+            # As at OpenAI: an answer that begins with a call has no content, one that begins with text has none yet.
+            begins_with_call = not delta.text and b'"tool_calls"' in delta.detail
+            chunks.append(self._chat_chunk(index, {"role": "assistant", "content": None if begins_with_call else ""}, {}))
         if delta.text and not delta.detail and delta.finish_reason is None:
             chunks.append(self._text_open[index] + _encode(delta.text) + self._text_close)
             return chunks

@@ -349,7 +349,7 @@ def _check_combinations(fields: ChatBody | CompletionBody) -> None:
     if isinstance(fields, ChatBody) and fields.top_logprobs is not None and not fields.logprobs:
         raise _refuse("top_logprobs", "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.")
     if isinstance(fields, ChatBody) and isinstance(fields.tool_choice, str) and fields.tool_choice not in TOOL_CHOICES:
-        raise _refuse("tool_choice", "Invalid value for 'tool_choice': use 'none', 'auto', 'required' or a tool's name.")
+        raise _refuse("tool_choice", "Invalid value for 'tool_choice': use 'none', 'auto', 'required', or name a tool.")
     if isinstance(fields, ChatBody) and fields.tool_choice not in (None, "none", "auto") and not fields.tools:
         raise _refuse("tool_choice", "The 'tool_choice' parameter is only allowed when 'tools' are given.")
 
