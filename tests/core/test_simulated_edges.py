@@ -34,6 +34,7 @@ def test_an_answer_says_whether_it_was_cut(tokens: int, max_tokens: int, reason:
     ("fields", "good"),
     [
         ({"max_tokens": 1}, True),
+        ({"max_tokens": 0}, False),
         ({"max_tokens": -1}, False),
         ({"max_tokens": 1, "n": CHOICES_MAX}, True),
         ({"max_tokens": 1, "n": CHOICES_MAX + 1}, False),
