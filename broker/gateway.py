@@ -294,7 +294,7 @@ class Gateway:
             model = view.name
             exchange = self._submit(ask, body, view, profile, arrived_s)
         except ApiError as error:
-            self.metrics.requests.labels(model, str(error.status), ask.way).inc()
+            self.metrics.ended(model, str(error.status), ask.way)
             raise
         finally:
             self._opening -= 1
@@ -584,7 +584,7 @@ class Gateway:
 
     def _count_end(self, live: _Live, status: str) -> None:
         name = live.view.name
-        self.metrics.requests.labels(name, status, live.ask.way).inc()
+        self.metrics.ended(name, status, live.ask.way)
         self.metrics.of(name).latency_s.observe(time.monotonic() - live.arrived_s)
 
     def _learn(self, live: _Live, usage: Usage | None) -> None:

@@ -54,6 +54,7 @@ class GatewayMetrics:
         self.bus_connected = Gauge("carpool_bus_connected", "Whether the bus is reachable.", registry=own)
         self.bus_round_trip_s = Gauge("carpool_bus_round_trip_seconds", "Last measured round trip to the bus.", registry=own)
         self._of: dict[str, ModelMetrics] = {}
+        self._ended: dict[tuple[str, str, str], Counter] = {}
 
     def of(self, model: str) -> ModelMetrics:
         """The series of a model of the registry."""
@@ -70,6 +71,13 @@ class GatewayMetrics:
                 cancelled=self.cancelled.labels(model),
             )
         return found
+
+    def ended(self, model: str, status: str, way: str) -> None:
+        """A request ended with an HTTP status; it came in by ``way``."""
+        found = self._ended.get((model, status, way))
+        if found is None:
+            found = self._ended[model, status, way] = self.requests.labels(model, status, way)
+        found.inc()
 
     def text(self) -> bytes:
         """The exposition format."""

@@ -151,26 +151,26 @@ class RequestShell:
         match command:
             case Deliver():
                 self._sink.delivered(command)
+            case HandOver():
+                self._hand_over(command)
+            case RecordGrant():
+                self._sink.granted(command)
+            case EndRequest():
+                self._sink.ended(command)
             case SendBack():
                 self._post(names.back(command.replica), encode(command.back))
+            case PublishTicket():
+                self._tasks.spawn(self._publish(command))
             case AnswerClaim():
                 reply = self._replies.pop(command.token, "")
                 if reply:
                     self._post(reply, encode(command.reply))
-            case PublishTicket():
-                self._tasks.spawn(self._publish(command))
-            case HandOver():
-                self._hand_over(command)
             case DeleteTicket():
                 self._tasks.spawn(self._delete(command))
-            case EnsureQueue():
-                self._tasks.spawn(self._ensure_queue())
-            case RecordGrant():
-                self._sink.granted(command)
             case RecordRestart():
                 self._sink.restarted(command)
-            case EndRequest():
-                self._sink.ended(command)
+            case EnsureQueue():
+                self._tasks.spawn(self._ensure_queue())
             case _:
                 assert_never(command)
 

@@ -10,11 +10,13 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 HASH_BYTES = 16
 """Length of one block hash."""
 
 
+@lru_cache(maxsize=4096)
 def tenant_salt(tenant: str, adapter_hash: str = "") -> bytes:
     """A salt of 16 bytes, so that two tenants never share a block hash, nor two adapters of a model, nor one and its base.
 

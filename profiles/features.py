@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from profiles.blocks import chain_head, tenant_salt
 from profiles.capacity import lane_of, pages_for
 from subjects.errors import ApiError
@@ -59,8 +61,11 @@ _PROMPT_FIELD = {Endpoint.CHAT: "messages", Endpoint.COMPLETIONS: "prompt", Endp
 _ADAPTER = re.compile(r"[A-Za-z0-9._/-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BodyFields:
+_RARE_FIELDS = frozenset((*_STRUCTURED_FIELDS, *_FIXED_FIELDS))
+"""Most bodies have none of them."""
+
+
+class BodyFields(msgspec.Struct, frozen=True, kw_only=True):
     """The parsed fields of an OpenAI body that decide something here (ING-3)."""
 
     model: str
@@ -82,8 +87,7 @@ class BodyFields:
     """As far as the body alone decides; the engine has its say in :func:`build_profile`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestContext:
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a request brings beside its body. ``sla_class`` None means: the model's class; ``adapter`` answers for it."""
 
     tenant: Tenant
@@ -117,14 +121,17 @@ def parse_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> BodyFields:
     n = _integer(body, "n", 1, 1, 1024) or 1
     tools = chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
     fmt = body.get("response_format")
-    structured = (isinstance(fmt, Mapping) and fmt.get("type", "text") != "text") or any(
-        body.get(name) for name in _STRUCTURED_FIELDS
+    rare = not _RARE_FIELDS.isdisjoint(body)
+    structured = (isinstance(fmt, Mapping) and fmt.get("type", "text") != "text") or (
+        rare and any(body.get(name) for name in _STRUCTURED_FIELDS)
     )
     options = body.get("stream_options")
     presence = _number(body, "presence_penalty", 0.0, -2.0, 2.0)
     frequency = _number(body, "frequency_penalty", 0.0, -2.0, 2.0)
     repetition = _number(body, "repetition_penalty", 1.0, 0.0, 1e6)
-    fixed = any(body.get(name) not in (None, [], {}, "", False, 0) for name in _FIXED_FIELDS) or body.get("seed") is not None
+    fixed = rare and (
+        any(body.get(name) not in (None, [], {}, "", False, 0) for name in _FIXED_FIELDS) or body.get("seed") is not None
+    )
     logprobs = body.get("logprobs") not in (None, False) or body.get("prompt_logprobs") is not None
     prompts = body.get("prompt")
     many = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)

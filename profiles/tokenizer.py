@@ -59,6 +59,9 @@ class PromptTokenizer(Protocol):
         """Tokens of plain text, without special tokens."""
 
 
+SHORT_TEXT_CHARS_MAX = 2048
+
+
 class ModelTokenizer:
     """The tokenizer and chat template of one model, from the files in its directory."""
 
@@ -152,8 +155,11 @@ class ModelTokenizer:
         return text
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        # The batch call lets other threads run meanwhile, and the fast one leaves out offsets, which nobody here reads.
+        # The batch call lets other threads run meanwhile, and the fast one leaves out offsets, which nobody here reads; but
+        # it hands its work to threads, which costs more than a short text itself.
         try:
+            if len(texts) == 1 and len(texts[0]) <= SHORT_TEXT_CHARS_MAX:
+                return [self._tokenizer.encode(texts[0], add_special_tokens=special).ids]
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
         except (UnicodeEncodeError, TypeError):  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
             raise _bad("the prompt holds an unpaired surrogate, which is no text", None) from None

@@ -14,8 +14,7 @@ from subjects.errors import DecodeError
 
 T = TypeVar("T")
 
-# Half floats do not exist in MessagePack; these are the first bytes of a NaN or an infinity in 64 and 32 bits.
-_NON_FINITE_STARTS = (b"\xcb\x7f", b"\xcb\xff", b"\xca\x7f", b"\xca\xff")
+# Half floats do not exist in MessagePack: a NaN or an infinity has 64 or 32 bits.
 _NON_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -39,7 +38,7 @@ def decode(payload: bytes, kind: type[T]) -> T:
         # NaN compares false with every bound, so it may not get past the one place that checks. The scans take a fraction
         # of a microsecond; only a payload in which they find something is looked at closely.
         if (
-            any(start in payload for start in _NON_FINITE_STARTS)
+            (b"\xcb\x7f" in payload or b"\xcb\xff" in payload or b"\xca\x7f" in payload or b"\xca\xff" in payload)
             and _NON_FINITE.search(payload)
             and _holds_non_finite(payload)
         ):

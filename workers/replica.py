@@ -19,8 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import assert_never
 
 import structlog
@@ -116,8 +115,6 @@ ROUND_TRIP_TIMEOUT_S = 1.0
 REPORT_EVERY_S = 0.2
 """How often the load may be reported when it changed."""
 REPORT_AT_LEAST_EVERY_S = 1.0
-OUTBOX_MESSAGES_MAX = 8192
-"""What may wait for the connection's buffer. Beyond it frames are dropped; the core sends them again."""
 GIVE_BACK_S = 1.0
 """What a stop waits for the core to give back the requests that still run."""
 CLOSE_TIMEOUT_S = 3.0
@@ -186,10 +183,7 @@ class Replica:
         self._bus: Bus | None = None
         self._tasks = Tasks(self._task_failed)
         self._timer: asyncio.TimerHandle | None = None
-        self._outbox: deque[Callable[[], Awaitable[None]]] = deque()
-        self._outbox_filled = asyncio.Event()
-        self._outbox_empty = asyncio.Event()
-        self._outbox_empty.set()
+        self._wake_s = 0.0
         self._pullers: dict[tuple[SlaClass, Lane], Puller] = {}
         self._gathered: list[Delta] = []
         self._pool = PoolChanged(weights={})
@@ -256,7 +250,7 @@ class Replica:
                 await asyncio.sleep(CONNECT_RETRY_S)
 
     async def _open(self, bus: Bus, info: EngineInfo) -> None:
-        self._tasks.spawn(self._send_outbox(), self._run_engine(), self._make_round_trips(bus), self._report())
+        self._tasks.spawn(self._run_engine(), self._make_round_trips(bus), self._report())
         bus.on_reconnected(lambda: self._feed(BusReconnected()))
         await bus.subscribe(names.run(self._spec.replica), self._handed)
         await bus.subscribe(names.back(self._spec.replica), self._told)
@@ -289,7 +283,6 @@ class Replica:
             self._drained.clear()
             self._feed(DrainStarted(deadline_s=time.monotonic()))
             await _bounded(self._drained.wait(), GIVE_BACK_S)
-            await _bounded(self._outbox_empty.wait(), GIVE_BACK_S)
         self._end(0)
 
     async def _close(self) -> None:
@@ -319,13 +312,17 @@ class Replica:
             # Half a step was done: to end is honest.
             self._fail(f"internal error on {type(event).__name__}: {place_of(error)}")
             return
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         wake_s = self._core.next_wake_s
-        if wake_s is not None:
-            delay_s = max(0.0, wake_s - now_s)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, Ticked())
+        if wake_s is not None and (self._timer is None or wake_s < self._wake_s):
+            # A timer that is too early does no harm, and most events do not change when the next one is due.
+            if self._timer is not None:
+                self._timer.cancel()
+            self._wake_s = wake_s
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wake_s - now_s), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._feed(Ticked())
 
     def _do(self, command: ReplicaCommand) -> None:
         bus, engine = self._bus, self._engine
@@ -336,7 +333,7 @@ class Replica:
             case SendClaim():
                 self._tasks.spawn(self._claim(bus, command))
             case AckTicket(token=acknowledges):
-                self._put(lambda: bus.queue_ack(acknowledges))
+                self._tasks.spawn(self._acknowledge(bus, acknowledges))
             case StartRequest(grant, profile):
                 engine.add(
                     EngineRequest(
@@ -356,14 +353,14 @@ class Replica:
                 engine.abort(request, attempt)
                 log.info("aborted in the engine", request=request, attempt=attempt)
             case SendFrames(ingress, frames):
-                self._put(lambda: bus.publish(names.out(ingress), encode(frames)))
+                self._post(bus, names.out(ingress), encode(frames))
             case ReportLoad():
                 if command.running == 0 and self._load.running > 0:
                     self._idle_since_s = time.monotonic()
                 self._load = command
             case ReportDrained(given_back):
                 self._drained.set()
-                self._tasks.spawn(self._tell_drained(given_back))
+                self._control.send(Drained(given_back=given_back))
             case ExitReplica():
                 log.warning("the pool counts this replica as dead; it ends")
                 self._end(EXIT_DECLARED_DEAD)
@@ -372,26 +369,18 @@ class Replica:
 
     # ---- the bus
 
-    def _put(self, send: Callable[[], Awaitable[None]]) -> None:
-        """Queues something for the bus, in order."""
-        if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
-            log.warning("the outbox is full; a message is dropped")
-            return
-        self._outbox.append(send)
-        self._outbox_filled.set()
-        self._outbox_empty.clear()
+    def _post(self, bus: Bus, subject: str, payload: bytes) -> None:
+        try:
+            bus.post(subject, payload)
+        except BusError as error:
+            # What is late is wrong: the core repeats what was not confirmed.
+            log.debug("a message was not sent", error=type(error).__name__)
 
-    async def _send_outbox(self) -> None:
-        while True:
-            await self._outbox_filled.wait()
-            while self._outbox:
-                try:
-                    await self._outbox.popleft()()
-                except BusError as error:
-                    # What is late is wrong: the core repeats what was not confirmed, the queue what was not acknowledged.
-                    log.debug("a message was not sent", error=type(error).__name__)
-            self._outbox_filled.clear()
-            self._outbox_empty.set()
+    async def _acknowledge(self, bus: Bus, token: str) -> None:
+        try:
+            await bus.queue_ack(token)
+        except BusError as error:
+            log.debug("a ticket was not acknowledged; it comes again", error=type(error).__name__)
 
     async def _pull(self, bus: Bus, command: Pull) -> None:
         sla_class, lane = command.sla_class, command.lane
@@ -419,7 +408,7 @@ class Replica:
         except DecodeError:
             # Nobody can ever serve it, and unacknowledged it would come back for ever.
             log.warning("a ticket cannot be read; it is acknowledged unserved")
-            self._put(lambda: bus.queue_ack(queued.token))
+            self._tasks.spawn(self._acknowledge(bus, queued.token))
             self._feed(PullExpired(sla_class, lane, 1))
             return
         self._feed(
@@ -485,7 +474,6 @@ class Replica:
         except Exception as error:  # whatever an engine raises, it is dead
             cause = type(error.__cause__ or error).__name__
         self._feed(EngineFailed(message=ENGINE_DIED))
-        await _bounded(self._outbox_empty.wait(), GIVE_BACK_S)
         self._fail(f"the engine died while it served: {cause}")
 
     def _stepped(self, deltas: Sequence[Delta]) -> None:
@@ -557,10 +545,6 @@ class Replica:
             self._fail(str(error))
             return
         self._serve(info)
-
-    async def _tell_drained(self, given_back: int) -> None:
-        await _bounded(self._outbox_empty.wait(), GIVE_BACK_S)
-        self._control.send(Drained(given_back=given_back))
 
     async def _report(self) -> None:
         engine = self._engine

@@ -21,6 +21,10 @@ class _Known:
     attempts: list[RequestAttempt] = field(default_factory=list)
     running: bool = False
     first_output_s: float | None = None
+    ended_s: float | None = None
+    status: int = 0
+    code: str = ""
+    output_tokens: int | None = None
 
 
 class RecentRequests:
@@ -29,7 +33,7 @@ class RecentRequests:
     def __init__(self, *, ended_max: int = ENDED_MAX) -> None:
         self._ended_max = ended_max
         self._live: dict[RequestId, _Known] = {}
-        self._ended: OrderedDict[RequestId, RequestStory] = OrderedDict()
+        self._ended: OrderedDict[RequestId, _Known] = OrderedDict()
 
     def arrived(
         self, request: RequestId, model: str, profile: RequestProfile, arrived_s: float, arrived_unix_s: float
@@ -65,34 +69,21 @@ class RecentRequests:
         known = self._live.pop(request, None)
         if known is None:
             return
-        self._ended[request] = _story(
-            request, known, now_s, state="ended", status=status, code=code, output_tokens=output_tokens
-        )
+        known.ended_s, known.status, known.code, known.output_tokens = now_s, status, code, output_tokens
+        self._ended[request] = known
         while len(self._ended) > self._ended_max:
             self._ended.popitem(last=False)
 
     def story(self, request: RequestId, now_s: float) -> RequestStory:
         """What is known of it now."""
-        known = self._live.get(request)
-        if known is not None:
-            return _story(request, known, now_s, state="running" if known.running else "waiting")
-        ended = self._ended.get(request)
-        if ended is None:
-            return RequestStory(request=request, known=False)
-        return ended
+        known = self._live.get(request) or self._ended.get(request)
+        return RequestStory(request=request, known=False) if known is None else _story(request, known, now_s)
 
 
-def _story(
-    request: RequestId,
-    known: _Known,
-    now_s: float,
-    *,
-    state: str,
-    status: int = 0,
-    code: str = "",
-    output_tokens: int | None = None,
-) -> RequestStory:
+def _story(request: RequestId, known: _Known, now_s: float) -> RequestStory:
     profile = known.profile
+    state = "ended" if known.ended_s is not None else "running" if known.running else "waiting"
+    until_s = now_s if known.ended_s is None else known.ended_s
     return RequestStory(
         request=request,
         known=True,
@@ -101,12 +92,12 @@ def _story(
         lane=profile.lane,
         input_tokens=profile.input_tokens,
         expected_output_tokens=profile.expected_output_tokens,
-        output_tokens=output_tokens,
+        output_tokens=known.output_tokens,
         arrived_unix_s=known.arrived_unix_s,
         state=state,
-        age_s=round(now_s - known.arrived_s, 3),
+        age_s=round(until_s - known.arrived_s, 3),
         attempts=tuple(known.attempts),
         first_output_s=None if known.first_output_s is None else round(known.first_output_s, 3),
-        status=status,
-        code=code,
+        status=known.status,
+        code=known.code,
     )

@@ -5,9 +5,10 @@ All times ending in ``_s`` are seconds of the caller's monotonic clock unless a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from math import inf
+
+import msgspec
 
 from subjects.bus import Stored
 from subjects.ids import ModelKey, ReplicaId, RequestId
@@ -52,15 +53,13 @@ RECENT_ENDS_S = 60.0
 # ------------------------------------------------------------------------------------------------------------- outcomes
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """The engine ended the request."""
 
     usage: Usage | None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The fields of :class:`subjects.errors.ApiError`; one per request, before or after its first token."""
 
     status: int
@@ -71,8 +70,7 @@ class Failed:
     retry_after_s: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True):
     """The client left; there is nobody to tell."""
 
 
@@ -82,8 +80,7 @@ Outcome = Finished | Failed | Cancelled
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSubmitted:
+class RequestSubmitted(msgspec.Struct, frozen=True):
     """An admitted request. ``wait_until_s`` bounds the wait for a grant, ``deadline_s`` everything.
 
     ``body`` is the client's JSON. After ``yields_at_s`` it can no longer meet its first-token target, and waits behind those
@@ -103,8 +100,7 @@ class RequestSubmitted:
     adapter: Adapter | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TicketStored:
+class TicketStored(msgspec.Struct, frozen=True):
     """``PublishTicket`` succeeded."""
 
     request: RequestId
@@ -122,8 +118,7 @@ class NotStoredReason(Enum):
     TIMEOUT = "timeout"
 
 
-@dataclass(frozen=True, slots=True)
-class TicketNotStored:
+class TicketNotStored(msgspec.Struct, frozen=True):
     """``PublishTicket`` failed, or may have."""
 
     request: RequestId
@@ -132,70 +127,60 @@ class TicketNotStored:
     reason: NotStoredReason
 
 
-@dataclass(frozen=True, slots=True)
-class HandLost:
+class HandLost(msgspec.Struct, frozen=True):
     """``HandOver`` did not reach its replica, for certain: it is not connected, or we are not."""
 
     request: RequestId
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimReceived:
+class ClaimReceived(msgspec.Struct, frozen=True):
     """A replica asks for a request; ``token`` is the shell's own number for the reply."""
 
     claim: Claim
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class FramesReceived:
+class FramesReceived(msgspec.Struct, frozen=True):
     """A replica's deltas, or its empty answer to ``Held``."""
 
     frames: Frames
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLeft:
+class ClientLeft(msgspec.Struct, frozen=True):
     """The client closed its connection; unknown and ended requests are ignored."""
 
     request: RequestId
 
 
-@dataclass(frozen=True, slots=True)
-class PoolChanged:
+class PoolChanged(msgspec.Struct, frozen=True):
     """A digest of the pool arrived."""
 
     digest: PoolDigest
 
 
-@dataclass(frozen=True, slots=True)
-class BusReconnected:
+class BusReconnected(msgspec.Struct, frozen=True):
     """Our connection to the bus was made again."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueueChecked:
+class QueueChecked(msgspec.Struct, frozen=True):
     """The creation time of the stream that holds a model's tickets; None when it is gone. Read about every second."""
 
     model: ModelKey
     created: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class BusRoundTripMade:
+class BusRoundTripMade(msgspec.Struct, frozen=True):
     """A ping to the bus came back just now."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShutdownStarted:
+class ShutdownStarted(msgspec.Struct, frozen=True):
     """The gateway goes down: what has not ended by ``deadline_s`` ends with an error then."""
 
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(msgspec.Struct, frozen=True):
     """Time passed; due at ``next_wake_s``."""
 
 
@@ -219,8 +204,7 @@ RequestEvent = (
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True, slots=True)
-class PublishTicket:
+class PublishTicket(msgspec.Struct, frozen=True):
     """Store the ticket on the work-queue of ``model_key(ticket.profile.model_hash)``, its class and its lane.
 
     Answered by exactly one ``TicketStored`` or ``TicketNotStored``. A retry keeps the message id.
@@ -231,44 +215,38 @@ class PublishTicket:
     ttl_s: int
 
 
-@dataclass(frozen=True, slots=True)
-class EnsureQueue:
+class EnsureQueue(msgspec.Struct, frozen=True):
     """Create the streams that are missing; no answer is awaited."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteTicket:
+class DeleteTicket(msgspec.Struct, frozen=True):
     """Delete a stored ticket (only in that very stream); no answer is awaited."""
 
     stored: Stored
 
 
-@dataclass(frozen=True, slots=True)
-class HandOver:
+class HandOver(msgspec.Struct, frozen=True):
     """Send on ``run.<replica>``; answered by one ``HandLost`` only where it is certain that it did not arrive."""
 
     replica: ReplicaId
     hand: Hand
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerClaim:
+class AnswerClaim(msgspec.Struct, frozen=True):
     """Reply to the claim that came with ``token``."""
 
     token: int
     reply: ClaimReply
 
 
-@dataclass(frozen=True, slots=True)
-class SendBack:
+class SendBack(msgspec.Struct, frozen=True):
     """Send on ``back.<replica>``; at most once, no answer."""
 
     replica: ReplicaId
     back: Back
 
 
-@dataclass(frozen=True, slots=True)
-class RecordGrant:
+class RecordGrant(msgspec.Struct, frozen=True):
     """A replica now has the request, after ``waited_s`` since it began to wait: for logs, metrics and timelines."""
 
     request: RequestId
@@ -277,16 +255,14 @@ class RecordGrant:
     waited_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """Give the client this delta: in order, without gap or repeat, never a failure."""
 
     request: RequestId
     delta: Delta
 
 
-@dataclass(frozen=True, slots=True)
-class RecordRestart:
+class RecordRestart(msgspec.Struct, frozen=True):
     """The request lost its replica and waits again under a new attempt; ``reason`` is for people.
 
     ``handed``: the replica that it was handed to had never begun with it, which is no news in a busy pool.
@@ -298,8 +274,7 @@ class RecordRestart:
     handed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EndRequest:
+class EndRequest(msgspec.Struct, frozen=True):
     """The end, exactly once per request; nothing about it follows."""
 
     request: RequestId

@@ -188,6 +188,8 @@ class RequestCore:
         match event:
             case RequestSubmitted():
                 self._submit(now_s, event, out)
+            case FramesReceived():
+                self._take_frames(now_s, event.frames, out)
             case TicketStored():
                 self._ticket_stored(now_s, event, out)
             case TicketNotStored():
@@ -198,8 +200,6 @@ class RequestCore:
                     self._not_handed(now_s, live, "its replica is out of reach", out)
             case ClaimReceived():
                 out.extend(self._judge_claim(now_s, event))
-            case FramesReceived():
-                self._take_frames(now_s, event.frames, out)
             case ClientLeft():
                 if (live := self._live.get(event.request)) is not None:
                     self._end(now_s, live, Cancelled(), out)

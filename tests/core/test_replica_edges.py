@@ -135,14 +135,16 @@ def test_no_room_is_told_of_while_tickets_may_be_waiting() -> None:
 
 
 def test_what_nobody_streams_is_sent_in_few_pieces() -> None:
-    """The first token at once; the rest as one, at its end or every 100 ms, with the boundaries of that one from then on."""
+    """Its first tokens after 20 ms, the others at its end or every 100 ms, with the boundaries of those from then on."""
     replica = Replica()
     replica(hand(stream=False))
-    assert replica(e.EngineStepped((delta(0, text="a", token_ids=(5,)),))) == ["frames gw-1.1:0+1"]
+    assert replica(e.EngineStepped((delta(0, text="a", token_ids=(5,)),))) == []
+    assert replica.core.next_wake_s == pytest.approx(0.02)
+    assert replica(e.Ticked(), after_s=0.02) == ["frames gw-1.1:0+1"]
     assert replica(e.EngineStepped((delta(1, text="b", token_ids=(6,)),))) == []
     assert replica(e.EngineStepped((delta(2, text="c", token_ids=(7,)),)), after_s=0.05) == []
-    assert replica.core.next_wake_s == pytest.approx(0.1)
-    assert replica(e.Ticked(), after_s=0.05) == ["frames gw-1.1:1+2"]
+    assert replica.core.next_wake_s == pytest.approx(0.1)  # the beat, before the gathered ones are due
+    assert replica(e.Ticked(), after_s=0.06) == ["frames gw-1.1:1+2"]
     assert replica(e.EngineStepped((delta(3, text="d", token_ids=(8,)),))) == []
     last = delta(4, text="e", token_ids=(9,), finish_reason="length", end=True, usage=USAGE)
     commands = replica.core.step(replica.now_s, e.EngineStepped((last,)))
@@ -158,13 +160,13 @@ def test_what_cannot_wait_takes_along_what_was_gathered() -> None:
     replica(hand(stream=False))
     replica(e.EngineStepped((delta(0),)))
     replica(e.EngineStepped((delta(1),)))
-    assert replica(e.EngineStepped((delta(2, detail=b"{}"),))) == ["frames gw-1.1:1+1 gw-1.1:2+1"]
+    assert replica(e.EngineStepped((delta(2, detail=b"{}"),))) == ["frames gw-1.1:0+2 gw-1.1:2+1"]
     replica(e.EngineStepped((delta(3),)))
     assert replica(e.EngineFailed("it broke")) == ["frames gw-1.1:3+1 gw-1.1:4+0! sick"]
     replica = Replica()
     replica(hand(stream=False))
     replica(e.EngineStepped((delta(0), delta(1))))
-    assert replica(e.EngineStepped((delta(0, choice=1),))) == ["frames gw-1.1:1+1 gw-1.1:0+1"]
+    assert replica(e.EngineStepped((delta(0, choice=1),))) == ["frames gw-1.1:0+2 gw-1.1:0+1"]
 
 
 def test_requests_of_two_gateways_do_not_mix() -> None:

@@ -73,6 +73,8 @@ class HeldRequest:
     start_index: int = 0
     next_indexes: dict[int, int] = field(default_factory=dict)
     outbox: list[Unconfirmed] = field(default_factory=list)
+    begun: bool = False
+    """Whether its gateway was sent any of its output."""
     generated: int = 0
     """Units of all choices, those of earlier attempts included."""
     gathered: list[Delta] = field(default_factory=list)
@@ -128,13 +130,12 @@ class HeldRequest:
     def keep(self, now_s: float, delta: Delta) -> None:
         """Keeps ``delta`` until it is confirmed."""
         self.outbox.append(Unconfirmed(delta, now_s))
+        self.begun = True
 
     def gathers(self, delta: Delta) -> bool:
-        """Whether ``delta`` can wait and be sent as one with what follows: of one choice that nobody streams, after the
-        first, and of nothing but text."""
-        return (
-            bool(self.outbox) and len(self.next_indexes) == 1 and not (self.profile.stream or delta.detail or delta.failure)
-        )
+        """Whether ``delta`` can wait and be sent as one with what follows: of one choice that nobody streams, and of nothing
+        but text."""
+        return len(self.next_indexes) == 1 and not (self.profile.stream or delta.detail or delta.failure)
 
     def take_gathered(self) -> Delta | None:
         """What was gathered, as one delta; None when nothing was."""

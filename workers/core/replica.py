@@ -42,6 +42,7 @@ from workers.core.replica_events import (
     ENDED_S,
     FRAME_BYTES_MAX,
     FRAME_DELTAS_MAX,
+    GATHER_FIRST_S,
     GATHER_S,
     HELD_SILENCE_S,
     RECONNECT_GRACE_S,
@@ -406,7 +407,7 @@ class ReplicaCore:
             self._let_out(now_s, held, by_ingress)
         elif held.key not in self._gathering:
             self._gathering[held.key] = held
-            self._gather_due_s = min(self._gather_due_s, now_s + GATHER_S)
+            self._gather_due_s = min(self._gather_due_s, now_s + (GATHER_S if held.begun else GATHER_FIRST_S))
 
     def _let_out(self, now_s: float, held: HeldRequest, by_ingress: dict[IngressId, list[Delta]]) -> list[Delta]:
         """Puts what was gathered of a request before what follows; returns where that goes."""

@@ -6,8 +6,9 @@ All times ending in ``_s`` are seconds of the caller's monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from subjects.ids import IngressId, RequestId
 from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, Grant, Hand, Lane, RequestProfile, SlaClass, Ticket
@@ -17,8 +18,10 @@ CLAIM_TIMEOUT_S = 1.0
 CLAIM_TRIES_MAX = 2
 DELIVERIES_MAX = 5
 """A ticket whose gateway never answers is acknowledged unserved at this delivery."""
+GATHER_FIRST_S = 0.02
 GATHER_S = 0.1
-"""How long the deltas of an answer that nobody streams are put together before they are sent."""
+"""How long the deltas of an answer that nobody streams are put together before they are sent: its first ones, whose time is
+measured, and all others."""
 CONFIRM_S = 0.5
 """A delta that stays unconfirmed for so long is sent again."""
 UNNAMED_HELD_MAX = 2
@@ -42,8 +45,7 @@ ENDED_S = 60.0
 # --------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """The engine is warm and may serve: at the start, and again after a sleep. The numbers come from ``EngineInfo``."""
 
     slots: int
@@ -52,8 +54,7 @@ class Opened:
     max_context_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class TicketPulled:
+class TicketPulled(msgspec.Struct, frozen=True):
     """A pull brought a ticket (one credit spent). ``token`` acknowledges it."""
 
     sla_class: SlaClass
@@ -63,8 +64,7 @@ class TicketPulled:
     deliveries: int
 
 
-@dataclass(frozen=True, slots=True)
-class PullExpired:
+class PullExpired(msgspec.Struct, frozen=True):
     """A pull ended with ``credits`` unused; also when it could not be sent, and when the bus lost it."""
 
     sla_class: SlaClass
@@ -72,8 +72,7 @@ class PullExpired:
     credits: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimAnswered:
+class ClaimAnswered(msgspec.Struct, frozen=True):
     """``SendClaim`` was answered; grants in parts are put together by the core."""
 
     request: RequestId
@@ -89,8 +88,7 @@ class Unanswered(Enum):
     BUS_UNAVAILABLE = "bus-unavailable"
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimUnanswered:
+class ClaimUnanswered(msgspec.Struct, frozen=True):
     """``SendClaim`` was not answered."""
 
     request: RequestId
@@ -98,36 +96,31 @@ class ClaimUnanswered:
     kind: Unanswered
 
 
-@dataclass(frozen=True, slots=True)
-class HandReceived:
+class HandReceived(msgspec.Struct, frozen=True):
     """A gateway hands a request over."""
 
     hand: Hand
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStepped:
+class EngineStepped(msgspec.Struct, frozen=True):
     """What the engine generated in one step."""
 
     deltas: tuple[Delta, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineFailed:
+class EngineFailed(msgspec.Struct, frozen=True):
     """The engine is dead; ``message`` is one line that a client may see."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class BackReceived:
+class BackReceived(msgspec.Struct, frozen=True):
     """A gateway's ``Held``, ``Resend`` or ``Cancel``."""
 
     back: Back
 
 
-@dataclass(frozen=True, slots=True)
-class PoolChanged:
+class PoolChanged(msgspec.Struct, frozen=True):
     """The pool's weights of the classes for this model; empty means the defaults.
 
     ``waiting`` lists the queues of this model where tickets wait, as the gateways report them; None when nobody says.
@@ -139,39 +132,33 @@ class PoolChanged:
     """Whether this replica's own routing weight is zero: it takes nothing new, and keeps what it has."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConcurrencySet:
+class ConcurrencySet(msgspec.Struct, frozen=True):
     """At most ``slots`` requests may run from now on; running ones stay."""
 
     slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvResized:
+class KvResized(msgspec.Struct, frozen=True):
     """The engine has so many KV pages from now on."""
 
     kv_pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class DrainStarted:
+class DrainStarted(msgspec.Struct, frozen=True):
     """Take nothing new; what has not been confirmed by ``deadline_s`` is given back then."""
 
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class BusReconnected:
+class BusReconnected(msgspec.Struct, frozen=True):
     """Our connection to the bus was made again."""
 
 
-@dataclass(frozen=True, slots=True)
-class BusRoundTripMade:
+class BusRoundTripMade(msgspec.Struct, frozen=True):
     """A ping to the bus came back just now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(msgspec.Struct, frozen=True):
     """Time passed; due at ``next_wake_s``."""
 
 
@@ -198,8 +185,7 @@ ReplicaEvent = (
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(msgspec.Struct, frozen=True):
     """Ask the work-queue for tickets. Each credit comes back as one ``TicketPulled`` or inside a ``PullExpired``."""
 
     sla_class: SlaClass
@@ -208,8 +194,7 @@ class Pull:
     expires_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SendClaim:
+class SendClaim(msgspec.Struct, frozen=True):
     """Request on ``claim.<ingress>`` with a timeout of ``CLAIM_TIMEOUT_S``.
 
     Answered by exactly one ``ClaimAnswered`` or ``ClaimUnanswered``.
@@ -219,39 +204,34 @@ class SendClaim:
     claim: Claim
 
 
-@dataclass(frozen=True, slots=True)
-class AckTicket:
+class AckTicket(msgspec.Struct, frozen=True):
     """Acknowledge a pulled ticket: it is granted to us, or nobody wants it."""
 
     token: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartRequest:
+class StartRequest(msgspec.Struct, frozen=True):
     """Give the request to the engine; ``grant`` is whole (``parts == 1``)."""
 
     grant: Grant
     profile: RequestProfile
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequest:
+class AbortRequest(msgspec.Struct, frozen=True):
     """Make the engine forget the request."""
 
     request: RequestId
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendFrames:
+class SendFrames(msgspec.Struct, frozen=True):
     """Send on ``out.<ingress>``; at most once, no answer."""
 
     ingress: IngressId
     frames: Frames
 
 
-@dataclass(frozen=True, slots=True)
-class ReportLoad:
+class ReportLoad(msgspec.Struct, frozen=True):
     """The load changed: requests that run or are being claimed, the slots, and the KV pages not promised to any."""
 
     running: int
@@ -259,15 +239,13 @@ class ReportLoad:
     kv_pages_free: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportDrained:
+class ReportDrained(msgspec.Struct, frozen=True):
     """Nothing is held any more; ``given_back`` counts the requests that the bound cut off."""
 
     given_back: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExitReplica:
+class ExitReplica(msgspec.Struct, frozen=True):
     """The pool counts this incarnation as dead, for good: end the process without acknowledging anything."""
 
 

@@ -18,6 +18,7 @@ import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, hypot
 from typing import Literal, assert_never
 
@@ -41,10 +42,18 @@ DEFAULT_OUTPUT_TOKENS = 16
 """What a body that names no ``max_tokens`` asks for, as in OpenAI's completions."""
 
 
+_64_BITS = (1 << 64) - 1
+
+
 def expected_token(request: RequestId, index: int, choice: int = 0) -> int:
     """Token ``index`` of the answer to ``request``: the same in every attempt and on every replica."""
-    digest = hashlib.blake2b(f"{request}/{choice}/{index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> (32 - TOKEN_BITS)
+    mixed = (_seed(request, choice) + index * 0x9E3779B97F4A7C15 & _64_BITS) * 0xBF58476D1CE4E5B9 & _64_BITS
+    return mixed >> (64 - TOKEN_BITS)
+
+
+@lru_cache(maxsize=4096)
+def _seed(request: RequestId, choice: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{request}/{choice}".encode(), digest_size=8).digest(), "big")
 
 
 def token_text(token: int) -> str:
@@ -717,6 +726,8 @@ class SimulatedCore:
         if asked.fail is not None and sequence.next_index >= asked.fail_after_tokens:
             status = {FailureKind.BAD_REQUEST: 400, FailureKind.SICK: 500, FailureKind.BUSY: 503}[asked.fail]
             return Failure(kind=asked.fail, message="the request asked the simulated engine to fail", status=status)
+        if not self.profile.fail_rate:
+            return None
         # The index of the "choice" keeps this draw apart from the tokens themselves.
         draw = expected_token(asked.request, 0, choice=CHOICES_MAX) / (1 << TOKEN_BITS)
         if draw < self.profile.fail_rate:
