@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.answer_parts import AnswerParts, Change, Closed, Grew, Kind, Opened
@@ -120,6 +120,7 @@ PIECES = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(PIECES, max_size=12))
 def test_one_part_is_open_at_a_time_and_nothing_is_lost(deltas: list[Delta]) -> None:
     """Whatever comes: parts open in order, each once and closed once, and hold all texts of their kind in order."""

@@ -367,7 +367,7 @@ ITEMS = st.lists(
         (responses_bodies.translate, RESPONSES, ResponsesBody),
     ],
 )
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_whatever_comes_is_a_chat_or_a_400(translate: Any, base: dict[str, Any], struct: Any, data: st.DataObject) -> None:
     """Never another exception, neither here nor in the chat's own check (O7)."""
