@@ -15,6 +15,8 @@ from subjects.messages import Delta, Endpoint, SlaClass, Usage
 
 BUFFERED_BYTES_MAX = 1024 * 1024
 """What a client may leave unread of one answer; a slower one is cut off, so that it cannot hold memory (PAINS L4)."""
+READ_BYTES_MAX = 64 * 1024
+"""Of a stream, read at once: what waits for a slow client stays here, where it is counted."""
 _DELTA_BYTES = 200
 """Counted for each delta beside its text: a flood of empty ones must count too."""
 
@@ -88,7 +90,7 @@ class Exchange:
             return True
         for delta in deltas:
             self._deltas.append(delta)
-            self._buffered_bytes += len(delta.text) + len(delta.detail) + _DELTA_BYTES
+            self._buffered_bytes += _size(delta)
         if not self.stream:
             # Nobody needs it before its end, and it is bounded by its own max_tokens.
             return True
@@ -142,10 +144,21 @@ class Exchange:
             finally:
                 self._waiter = None
         if self._deltas:
+            return self._read()
+        return self._end
+
+    def _read(self) -> Sequence[Delta]:
+        if self._buffered_bytes <= READ_BYTES_MAX or not self.stream:
             deltas = tuple(self._deltas)
             self.drop_buffered()
             return deltas
-        return self._end
+        some: list[Delta] = []
+        size = 0
+        while self._deltas and size < READ_BYTES_MAX:
+            some.append(self._deltas.popleft())
+            size += _size(some[-1])
+        self._buffered_bytes -= size
+        return some
 
     def end_if_read(self) -> Ended | Failed | None:
         """The end, if it is known and all before it was read."""
@@ -174,3 +187,7 @@ class Exchange:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _size(delta: Delta) -> int:
+    return len(delta.text) + len(delta.detail) + _DELTA_BYTES

@@ -9,7 +9,8 @@ held for a connection  at most
 =====================  ============================================================================================
 headers                ``HEADER_BYTES_MAX`` of a request; ``PIPELINED_MAX`` more requests, or what one read brought
 body not taken yet     ``UNREAD_BODY_BYTES_MAX``, and what one read brought (up to 256 KiB)
-answer not sent yet    ``UNSENT_BYTES_MAX`` and one piece of it; then :meth:`HttpCycle.send` waits
+answer not sent yet    ``UNSENT_BYTES_MAX`` and one piece of it; then :meth:`HttpCycle.send` waits, a stream's output gathers
+                       in :mod:`broker.exchange`, and the answer is given up at ``BUFFERED_BYTES_MAX`` there
 answer in the kernel   twice ``SEND_BUFFER_BYTES`` (Linux doubles it for its own needs)
 =====================  ============================================================================================
 """

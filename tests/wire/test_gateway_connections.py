@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from broker import http_protocol
+from broker import exchange, http_protocol
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import Pool, open_pool, record
+from tests.waiting import until
+from tests.wire.gateway_pool import Pool, Run, open_pool, record
 
 LATE_S = 0.4
 WAIT_S_MAX = 20.0
+PIECE_BYTES = 20_000
+CLIENT_BYTES = 64 * 1024
 OFFER = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
 WEBSOCKET = "Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: AAAA\r\nSec-WebSocket-Version: 13\r\n"
 
@@ -98,3 +103,70 @@ async def test_half_a_head_behind_an_answer_under_way_does_not_cut_it(pool: Pool
     assert not request.done()
     await pool.replica(slow)
     assert await request == [200]
+
+
+async def test_an_idle_connection_is_closed(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an answer a connection waits for a next request for a while, and not for ever."""
+    monkeypatch.setattr(http_protocol, "IDLE_S_MAX", LATE_S)
+    reader, writer = await asyncio.open_connection("127.0.0.1", pool.server.port)
+    writer.write(post())
+    async with asyncio.timeout(WAIT_S_MAX):
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
+        assert not reader.at_eof() and b"connection: close" not in head
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_client_with_a_second_request_behind_leaves(pool: Pool) -> None:
+    """It is known at once that it left, though a pipelined request waits: one is cancelled, the other never runs (A1)."""
+    held = record("held")
+    await pool.register(held)
+    replica = await pool.replica(held, thinks_for_ever)
+    _, writer = await asyncio.open_connection("127.0.0.1", pool.server.port)
+    writer.write(2 * post().replace(b'"known"', b'"held" '))
+    await until(lambda: len(replica.running) == 1, "the first one runs")
+    run = replica.running[0]
+    writer.close()
+    await until(run.ended.is_set, "the replica is told")
+    assert (run.cancelled_by, len(replica.runs)) == ("cancel", 1)
+    assert not pool.server.busy
+
+
+async def thinks_for_ever(run: Run) -> None:
+    """No first token."""
+    await asyncio.Event().wait()
+
+
+async def floods(run: Run) -> None:
+    """Much text without end, but not faster than the gateway takes it."""
+    while True:
+        await run.say("x" * PIECE_BYTES)
+        await asyncio.sleep(0.005)
+
+
+async def test_what_a_client_that_reads_nothing_holds(pool: Pool) -> None:
+    """Its stream is given up when the documented bounds are reached: ours, uvloop's and the kernel's on both sides (L4)."""
+    loud = record("loud")
+    await pool.register(loud)
+    replica = await pool.replica(loud, floods)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CLIENT_BYTES)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", pool.server.port))
+        asked = post().replace(b'"known"', b'"loud" ').replace(b'"messages"', b'"stream":true,"messages"')
+        length = len(asked.partition(b"\r\n\r\n")[2])
+        asked = re.sub(rb"Content-Length: \d+", b"Content-Length: %d" % length, asked)
+        await asyncio.get_running_loop().sock_sendall(client, asked)
+        await until(lambda: replica.runs and replica.runs[0].ended.is_set(), "the flood is stopped")
+        run = replica.runs[0]
+        (connection,) = [one for one in pool.server.connections if one.transport.get_write_buffer_size()]
+        unsent = connection.transport.get_write_buffer_size()
+    assert run.cancelled_by == "cancel"
+    piece = exchange.READ_BYTES_MAX + PIECE_BYTES
+    assert http_protocol.UNSENT_BYTES_MAX < unsent <= http_protocol.UNSENT_BYTES_MAX + piece
+    kernel = 2 * http_protocol.SEND_BUFFER_BYTES + 2 * CLIENT_BYTES
+    gateway_and_kernel = exchange.BUFFERED_BYTES_MAX + http_protocol.UNSENT_BYTES_MAX + 2 * piece + kernel
+    on_its_way = 64 * PIECE_BYTES
+    """Said before the cancel came."""
+    assert sum(len(delta.text) for _, delta in run.sent) <= gateway_and_kernel + on_its_way
