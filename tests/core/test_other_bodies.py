@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from broker import anthropic_answers, anthropic_bodies, responses_bodies
@@ -367,7 +367,7 @@ ITEMS = st.lists(
         (responses_bodies.translate, RESPONSES, ResponsesBody),
     ],
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_comes_is_a_chat_or_a_400(translate: Any, base: dict[str, Any], struct: Any, data: st.DataObject) -> None:
     """Never another exception, neither here nor in the chat's own check (O7)."""
