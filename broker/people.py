@@ -8,7 +8,7 @@ state. Each verb names exactly one thing: a model, a device, a worker or a repli
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from broker.core.overrides import PINNED, UNPINNED, Key, device_name, with_override, without
@@ -228,6 +228,10 @@ class People:
         record = records.get(name) if isinstance(name, str) else None
         if record is None:
             record = next((records[one] for one in sorted(records) if name in records[one].aliases), None)
+        if record is None and isinstance(name, str) and (base := adapter_base(records, name)) is not None:
+            raise ConfigError(
+                f"model: {name!r} is an adapter of {base.name!r}; name that model, or change its spec.adapters"
+            )
         if record is None:
             known = ", ".join(sorted(records)) or "none"
             raise ConfigError(f"model: {name!r} is not applied; known models: {known}")
@@ -304,3 +308,11 @@ def _bound_s(argument: Row) -> float | None:
     if not 0 <= bound_s <= DRAIN_BOUND_S_MAX:
         raise ConfigError(f"bound_s: give 0 to {DRAIN_BOUND_S_MAX:g} seconds")
     return float(bound_s)
+
+
+def adapter_base(records: Mapping[str, ModelRecord], name: str) -> ModelRecord | None:
+    """The first model, by name, that has an adapter of this name or alias."""
+    for one in sorted(records):
+        if any(name == adapter.name or name in adapter.aliases for adapter in records[one].adapters):
+            return records[one]
+    return None

@@ -5,7 +5,7 @@ Results are rows of plain values for tables and JSON. Columns that end in ``_byt
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from broker.core.explain import explain_model, explain_transaction
 from broker.core.journal import TransactionLog
 from broker.core.placement import SchedulerCore
 from broker.core.pool import Demand, Device, Presence
-from broker.people import People
+from broker.people import People, adapter_base
 from broker.registry_sync import RegistrySync
 from subjects import names
 from subjects.bus import Bus
@@ -92,12 +92,23 @@ class Control:
             stored = await self._registry.apply(record)
             note = "unchanged" if stored is known else self._told(stored).refusal
             rows.append({"name": stored.name, "revision": stored.revision, "note": note})
-        applied = {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
         for row, record in zip(rows, records, strict=True):
-            if record.fallback and record.fallback not in applied:
-                lacks = f"its fallback {record.fallback!r} is not applied"
-                row["note"] = f"{row['note']}; {lacks}" if row["note"] else lacks
+            row["note"] = "; ".join(filter(None, (row["note"], *self._name_notes(record))))
         return rows
+
+    def _name_notes(self, record: ModelRecord) -> Iterator[str]:
+        """What a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
+        known = self._registry.records
+        fallback = record.fallback
+        if fallback and fallback not in self._names() and adapter_base(known, fallback) is None:
+            yield f"its fallback {fallback!r} is not applied"
+        for adapter in record.adapters:
+            winner = known.get(adapter.name) or adapter_base(known, adapter.name)
+            if winner is not None and winner.name != record.name:
+                yield f"its adapter {adapter.name!r} is hidden by {winner.name!r}"
+
+    def _names(self) -> set[str]:
+        return {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
 
     async def _unload_model(self, argument: Row) -> Row:
         record = self._people.model(argument)
@@ -112,14 +123,16 @@ class Control:
         return {"name": record.name, "deleted": True}
 
     async def _explain(self, argument: Row) -> Row:
-        """A model by name or alias, a transaction, one of its operations, a replica, or a request, in this order."""
+        """A model by its name or alias or an adapter's, a transaction, one of its operations, a replica, or a request, in
+        this order."""
         what = argument.get("what")
         if not isinstance(what, str) or not what:
             raise ConfigError("what: give a model, a transaction or operation, a replica, or a request id")
         now_s = self._now_s()
         unix_s = now_s + self._unix_offset_s()
-        names_known = {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
-        if what in names_known:
+        if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
+            what = base.name
+        if what in self._names():
             record = self._people.model({"model": what})
             explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
             return {"explains": "model", **msgspec.to_builtins(explained)}

@@ -182,7 +182,7 @@ async def test_an_adapter_that_cannot_be_used_fails_its_own_requests(
     assert messages == [
         "the files of adapter 'gone' are missing on this worker",
         "the files of adapter 'changed' changed since it was applied; it has to be applied again",
-        "the engine does not load the adapter 'pissa' (ValueError); the worker's log says why",
+        "the engine does not load the adapter 'pissa'; the worker's log says why",
         "the adapter 'wide' has rank 16, and this replica takes 8 at most",
     ]
     assert (await driver.ask(QUESTION, adapter=adapters["a"])).token_ids() == alone

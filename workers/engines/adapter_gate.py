@@ -152,9 +152,7 @@ class AdapterGate:
         except Exception as error:
             # An engine's reason may hold paths, which are the operator's business.
             log.warning("an adapter is not loaded", adapter=adapter.name, source=adapter.source, error=str(error))
-            reason = (
-                f"the engine does not load the adapter '{adapter.name}' ({type(error).__name__}); the worker's log says why"
-            )
+            reason = f"the engine does not load the adapter '{adapter.name}'; the worker's log says why"
             return self._slots.failed(adapter, reason)
         log.info("adapter loaded", adapter=adapter.name, hash=adapter.adapter_hash[:16], resident=self._slots.resident)
         return self._slots.loaded(adapter)
