@@ -69,6 +69,9 @@ class Exchange:
         """The gateway's own count of the prompt; the engine's comes with the end."""
         self.on_closed: Callable[[], None] | None = None
         """Called once, when nothing more will be pushed."""
+        self.on_news: Callable[[], None] | None = None
+        """For a reader without a task: called at most once per turn of the loop, when :meth:`read_now` has something."""
+        self._news_due = False
         self._leave = leave
         self._deltas: deque[Delta] = deque()
         self._buffered_bytes = 0
@@ -130,6 +133,11 @@ class Exchange:
 
     async def next(self, timeout_s: float | None = None) -> Piece | None:
         """The next deltas or the end; None after ``timeout_s`` without news, or when the client left."""
+        await self.wait(timeout_s)
+        return self.read_now()
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when there is something to read, after ``timeout_s`` without news, or when the client left."""
         if not self._deltas and self._end is None and not self._left:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
@@ -143,9 +151,10 @@ class Exchange:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._deltas:
-            return self._read()
-        return self._end
+
+    def read_now(self) -> Piece | None:
+        """What :meth:`next` would return without waiting; None when it would wait, or when the client left."""
+        return self._read() if self._deltas else self._end
 
     def _read(self) -> Sequence[Delta]:
         if self._buffered_bytes <= READ_BYTES_MAX or not self.stream:
@@ -159,6 +168,11 @@ class Exchange:
             size += _size(some[-1])
         self._buffered_bytes -= size
         return some
+
+    @property
+    def readable(self) -> bool:
+        """Whether :meth:`read_now` has something."""
+        return bool(self._deltas) or self._end is not None
 
     def end_if_read(self) -> Ended | Failed | None:
         """The end, if it is known and all before it was read."""
@@ -185,8 +199,17 @@ class Exchange:
         return self._left
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+        elif self.on_news is not None and not self._news_due:
+            self._news_due = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._news_due = False
+        if self.on_news is not None:
+            self.on_news()
 
 
 def _size(delta: Delta) -> int:

@@ -25,9 +25,10 @@ from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import CONTENT_TYPE
 from broker.http_keys import ANYONE, ApiKeys, Caller
 from broker.http_protocol import CYCLE, HttpCycle
-from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, as_events, error_body, error_event, whole_answer
+from broker.openai_answers import error_body, whole_answer
 from broker.openapi import document
 from broker.other_apis import OTHER_APIS, OtherApi, Translation, translated
+from broker.sse_stream import SseStream
 from subjects.errors import ApiError, place_of
 from subjects.messages import Endpoint
 
@@ -176,7 +177,7 @@ class HttpApp:
             if other is not None and translation is not None:
                 await self._translated(exchange, other, translation, send)
             elif exchange.stream:
-                await self._stream(exchange, send)
+                await self._stream(exchange, watch.cycle, send)
             else:
                 await _whole(exchange, send)
         finally:
@@ -252,42 +253,17 @@ class HttpApp:
         self._bodies_bytes -= watch.body_bytes
         watch.body_bytes = 0
 
-    async def _stream(self, exchange: Exchange, send: Send) -> None:
+    async def _stream(self, exchange: Exchange, cycle: HttpCycle, send: Send) -> None:
         """Server-sent events. Headers go out with the first output or after ``sse_open_after_s``, whichever comes first."""
-        opened = False
-        writer: ChunkWriter | None = None
-        quiet_s = self._options.sse_open_after_s
-        while True:
-            piece = await exchange.next(quiet_s)
-            if piece is None and exchange.left:
-                return
-            if isinstance(piece, Failed) and not opened:
-                await _send_error(send, piece.error, _about(exchange))
-                return
-            if not opened:
-                opened = True
-                quiet_s = self._options.keep_alive_s
-                await send({"type": "http.response.start", "status": 200, "headers": _SSE + _about(exchange)})
-            data = b""
-            end: Ended | Failed | None = None
-            if piece is None:
-                data = KEEP_ALIVE
-            elif isinstance(piece, Ended | Failed):
-                end = piece
-            else:
-                writer = writer or ChunkWriter(exchange.head)
-                data = as_events([chunk for delta in piece for chunk in writer.chunks(delta)])
-                end = exchange.end_if_read()  # Often it came with the last deltas: one write for both.
-            if isinstance(end, Ended):
-                writer = writer or ChunkWriter(exchange.head)
-                last = writer.usage_chunk(end.usage)
-                data += as_events([last] if last is not None else []) + DONE
-            elif isinstance(end, Failed):
-                data += error_event(end.error)
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": end is None})
-            if end is not None:
-                return
+        await exchange.wait(self._options.sse_open_after_s)
+        if exchange.left:
+            return
+        end = exchange.end_if_read()
+        if isinstance(end, Failed):
+            await _send_error(send, end.error, _about(exchange))
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE + _about(exchange)})
+        await SseStream(exchange, cycle, self._options.keep_alive_s).run()
 
     async def _translated(self, exchange: Exchange, other: OtherApi, translation: Translation, send: Send) -> None:
         """The answer in another API's words; the same rules as for a chat."""

@@ -144,10 +144,10 @@ class HttpProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.state.connections.discard(self)
-        self.resume_writing()
         running = self._running
         self._waiting.clear()
         self._running = self._reading = None
+        self.resume_writing()
         self.parser = None  # type: ignore[assignment] # it holds our methods, and we hold it
         if running is not None:
             running.lost()
@@ -164,6 +164,8 @@ class HttpProtocol(asyncio.Protocol):
             if not self._writable.done():
                 self._writable.set_result(None)
             self._writable = None
+        if self._running is not None and self._running.on_writable is not None:
+            self._running.on_writable()
 
     async def drain(self) -> None:
         """Returns when the client has read enough, or is gone."""
@@ -353,6 +355,7 @@ class HttpCycle:
         "gone",
         "keep_alive",
         "on_gone",
+        "on_writable",
         "task",
     )
 
@@ -364,6 +367,8 @@ class HttpCycle:
         """The client has left before its answer was complete."""
         self.on_gone: Callable[[], None] | None = None
         """Called in the moment when the client leaves."""
+        self.on_writable: Callable[[], None] | None = None
+        """Called when :attr:`write_paused` ends."""
         self.task: asyncio.Task[None] | None = None
         self._protocol = protocol
         self._transport = transport
@@ -388,6 +393,11 @@ class HttpCycle:
             return None
         self._body_given = True
         return self._take()
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether the client leaves too much unread: who calls :meth:`write` waits then, as :meth:`send` does."""
+        return self._protocol.write_paused
 
     def drop_in(self, seconds: float) -> None:
         """Drops the connection if this answer is not out after ``seconds`` (looked at once a second)."""
