@@ -469,9 +469,6 @@ class HttpCycle:
         if self._head is None:
             raise RuntimeError("the body of an answer before its head")
         status, headers = self._head
-        self._head = None
-        self._begun = True
-        self._expects = False
         sized = False
         lines = [_status_line(status), self._protocol.state.default_head]
         given = []
@@ -484,6 +481,9 @@ class HttpCycle:
             given.append(name + b": " + value)
         if _CONTROL.search(b"".join(given)):
             raise RuntimeError("a header with a control character")
+        self._head = None
+        self._begun = True
+        self._expects = False
         lines.append(b"\r\n".join(given))
         if not sized and status not in (204, 304):
             if self._scope["http_version"] == "1.0":
