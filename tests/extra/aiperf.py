@@ -25,6 +25,8 @@ CANCEL_DELAY_S = 0.3
 CANCELLED_MIN = 10
 """Of 100 requests; a run with fewer would be one draw in 10^6 at 30 percent."""
 TIMEOUT_S = 240.0
+UNSEEN_MAX = 2
+"""Cancellations that a busy machine may let through before our gateway has read the request, or after its answer."""
 SETTLE_S_MAX = 10.0
 _TAIL_CHARS = 2000
 
@@ -110,7 +112,7 @@ async def _left_over(gateway: str, cancelled: int) -> list[str]:
             left = []
             if in_flight:
                 left.append(f"{in_flight:.0f} requests are in flight {SETTLE_S_MAX:.0f} s after the run")
-            if seen != cancelled:
+            if abs(seen - cancelled) > UNSEEN_MAX:
                 left.append(f"aiperf cancelled {cancelled} requests, the gateway counts {seen:.0f}")
             if not left or time.monotonic() > deadline_s:
                 return left

@@ -99,11 +99,18 @@ async def source_of(package: str, version: str) -> Path:
 
 @contextlib.contextmanager
 def _made_once(name: str, lock: Path) -> Iterator[tuple[Path, bool]]:
-    """A folder of the cache, and whether it has to be filled. Only a block that ends well leaves it usable."""
+    """A folder of the cache, and whether it has to be filled. Only a block that ends well leaves it usable.
+
+    Raises:
+        CarpoolError: another process is filling it.
+    """
     folder = cache_dir() / "extra" / name
     folder.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{name}.lock").open("wb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CarpoolError(f"{folder} is being made by another process: run this again when it is ready") from None
         stamp = folder / "installed"
         wanted = f"{sys.version}\n{lock.read_text()}"
         fresh = not stamp.is_file() or stamp.read_text() != wanted

@@ -59,7 +59,7 @@ class TestReal(_Chat):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return ENDPOINT | {"model": "smollm2", "stream_usage": True, "max_tokens": 128, "temperature": 0, "seed": 7}
+        return ENDPOINT | {"model": "smollm2", "stream_usage": True, "max_tokens": 192, "temperature": 0, "seed": 7}
 
     @property
     def model_override_value(self) -> str:
