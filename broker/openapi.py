@@ -121,8 +121,31 @@ _COMPLETION = {
         "object": {"type": "string"},
         "created": {"type": "integer"},
         "model": {"type": "string"},
-        "choices": {"type": "array", "items": {"type": "object"}},
+        "choices": {"type": "array", "items": {"$ref": _REF.format(name="Choice")}},
         "usage": {"$ref": _REF.format(name="Usage")},
+    },
+}
+_CHOICE = {
+    "type": "object",
+    "required": ["index", "logprobs", "finish_reason"],
+    "properties": {
+        "index": {"type": "integer"},
+        "message": {"$ref": _REF.format(name="ChoiceMessage"), "description": "Of a chat."},
+        "text": {"type": "string", "description": "Of a completion."},
+        "logprobs": {"type": ["object", "null"]},
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+        "stop_reason": {"type": ["string", "integer"], "description": "The stop string or token that ended it, if one did."},
+    },
+}
+_CHOICE_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content", "refusal"],
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": {"type": ["string", "null"]},
+        "refusal": {"type": ["string", "null"]},
+        "reasoning": {"type": "string", "description": "Of a model whose engine tells reasoning from answers."},
+        "tool_calls": {"type": "array", "items": {"type": "object"}},
     },
 }
 _EMBEDDING = {
@@ -230,6 +253,8 @@ def _document() -> dict[str, Any]:
         "components": {
             "schemas": {
                 **schemas,
+                "Choice": _CHOICE,
+                "ChoiceMessage": _CHOICE_MESSAGE,
                 "Completion": _COMPLETION,
                 "Embedding": _EMBEDDING,
                 "Embeddings": _EMBEDDINGS,

@@ -85,3 +85,20 @@ async def test_models_have_the_described_shape(pool: Pool, described: dict[str, 
     """Exactly the keys of ``ModelEntry``."""
     (entry,) = (await pool.http.get("/v1/models")).json()["data"]
     assert set(entry) == set(described["components"]["schemas"]["ModelEntry"]["required"])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_completions_have_the_described_shape(pool: Pool, described: dict[str, Any], path: str) -> None:
+    """Each object of an answer has what its schema requires, and nothing else than it names."""
+    model = record()
+    await pool.register(model)
+    await pool.replica(model)
+    body = {"model": model.name, "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
+    answer = (await pool.http.post(path, json=body)).json()
+    (choice,) = answer["choices"]
+    objects = [("Completion", answer), ("Choice", choice), ("Usage", answer["usage"])]
+    objects += [("ChoiceMessage", choice["message"])] if "message" in choice else []
+    for name, value in objects:
+        schema = described["components"]["schemas"][name]
+        assert set(schema["required"]) <= set(value) <= set(schema["properties"])
+    assert choice["finish_reason"] in described["components"]["schemas"]["Choice"]["properties"]["finish_reason"]["enum"]

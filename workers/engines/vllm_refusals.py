@@ -41,6 +41,7 @@ _FIELDS = {
     Endpoint.EMBEDDINGS: EmbeddingCompletionRequest.model_fields,
 }
 _FIRST_WORD = re.compile(r"[`'\"]?([a-z_]+)\b")
+_MEDIA = re.compile(r"\b(image|audio|video)\b")
 _PLAIN_STEP = re.compile(r"[a-z0-9_]+")
 
 
@@ -110,7 +111,7 @@ def failure_of(response: Any, request: EngineRequest) -> Failure:
     root = (param or "").partition(".")[0]
     if param is None:
         word = _FIRST_WORD.match(message)
-        param = word[1] if word is not None and word[1] in fields else None
+        param = word[1] if word is not None and word[1] in fields else main_field if _MEDIA.search(message) else None
     elif root not in fields:
         param = main_field
     bad = 400 <= status < 500 or status == 501
