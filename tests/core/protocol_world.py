@@ -570,6 +570,7 @@ class World:
 
     def _step_engine(self, process: ReplicaProcess) -> None:
         deltas: list[Delta] = []
+        ended: list[Key] = []
         for (request, attempt), run in list(process.runs.items()):
             if self.now_s < run.first_step_s:
                 continue
@@ -577,7 +578,7 @@ class World:
                 deltas.append(
                     Delta(request=request, attempt=attempt, first_token_index=0, units=0, end=True, failure=run.failure)
                 )
-                del process.runs[request, attempt]
+                ended.append((request, attempt))
                 continue
             for choice, total in enumerate(run.totals):
                 index = run.next_indexes[choice]
@@ -601,9 +602,11 @@ class World:
                     )
                 )
             if run.next_indexes == run.totals:
-                del process.runs[request, attempt]
+                ended.append((request, attempt))
         if deltas:
             self._replica(process, w.EngineStepped(tuple(deltas)))
+        for key in ended:  # the replica may have aborted it before it heard of this step
+            process.runs.pop(key, None)
 
     def _claim(self, process: ReplicaProcess, ingress: str, claim: Claim) -> None:
         self._count += 1
