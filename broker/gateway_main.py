@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from broker.nats_ingress import NatsIngress
 from broker.siblings import Place, Siblings
 from subjects.errors import ConfigError
 from subjects.nats_bus import NatsBus
+
+DESCRIPTORS_MAX = 1024 * 1024
+"""Of this process: each connection takes one, and shells often allow 1,024 where the system allows far more."""
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +59,7 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
     if keys is None and not config.allow_open and not is_loopback(config.host):
         remedy = "give --api-keys FILE, or --allow-open if that is meant"
         raise ConfigError(f"--host {config.host}: others could use the pool without a key; {remedy}")
+    _take_descriptors()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,3 +96,12 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
         await gateway.drain(shutdown_s)
     log.info("gateway is down", took_s=round(time.monotonic() - started_s, 1))
     return 1 if gateway.broken.done() else 0
+
+
+def _take_descriptors() -> None:
+    """As many as we may have; nobody need know of ``ulimit``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

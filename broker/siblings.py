@@ -4,6 +4,7 @@ A scrape of ``/metrics`` meets one of the processes, and the next one meets anot
 Unix sockets in a directory that only their user can enter, and answers for all: every series carries the label ``process``,
 so ``rate()`` sees a process that began again as what it is, and ``sum without (process) (...)`` gives the gateway's figure.
 A process that does not answer within ``ASK_S_MAX`` is left out, and ``carpool_gateway_process_up`` says 0 for it.
+``/health`` and ``/ready`` speak of the process that is asked: one that is down takes no connections.
 """
 
 from __future__ import annotations

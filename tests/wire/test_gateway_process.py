@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from broker.gateway_main import DESCRIPTORS_MAX
 from subjects import names
 from subjects.codec import encode
 from subjects.messages import ModelRecord, SlaClass
@@ -159,3 +161,16 @@ async def test_sigterm_without_a_bus_ends_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
         await process.communicate()
+
+
+async def test_a_shell_s_limit_on_descriptors_is_lifted() -> None:
+    """A thousand streams must not end at the 1,024 files that shells often allow: the process takes what it may have."""
+    shell = f'ulimit -Sn 100; exec "{sys.executable}" -c "$0" nats://127.0.0.1:1 1'
+    process = await asyncio.create_subprocess_exec("sh", "-c", shell, MAIN, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    while not (line := await asyncio.wait_for(process.stdout.readline(), 60)).startswith(b"http"):
+        assert line, "the gateway ended"
+    soft, hard = psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    process.send_signal(signal.SIGTERM)
+    await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert soft == min(hard, DESCRIPTORS_MAX)
