@@ -352,7 +352,8 @@ class Gateway:
     async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, RequestProfile]:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
         adapter = body.mapping.get("adapter")
-        adapter = adapter if isinstance(adapter, str) else ""
+        if adapter is not None and not isinstance(adapter, str):
+            raise ApiError(400, "'adapter' must be the name of an adapter.", param="adapter", code="invalid_value")
         if body.model != AUTO or adapter:
             view = await self._named(adapter or body.model, arrived_s)
             if adapter and body.model != AUTO:  # most name an adapter as the model; here it stands beside its base (ING-3)

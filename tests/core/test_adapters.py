@@ -220,10 +220,13 @@ def test_what_sleeps_keeps_no_idle_adapter() -> None:
 
 
 def test_a_grant_in_parts_brings_the_adapter_once() -> None:
-    """With the first part; put together again the replica has it."""
+    """With the first part; put together again the replica has it, and so has the next attempt elsewhere."""
     request = live(bytes(GRANT_PART_BYTES_MAX + 1))
     request.adapter = A
     parts = [part for number in range(2) if (part := request.grant(number)) is not None]
     assert [part.adapter for part in parts] == [A, None]
     held = HeldRequest(request.request, 1, IngressId("gateway"), profile(), pages=1, parts=parts)
     assert held.whole_grant().adapter == A
+    request.begin_attempt(3.0)
+    again = request.grant(0)
+    assert again is not None and (again.attempt, again.adapter) == (2, A)

@@ -116,6 +116,15 @@ def greedy(model: Path, prompt: list[int], adapter: Path | None = None) -> list[
     return [int(token) for token in ids[0, len(prompt) :]]
 
 
+async def test_an_answer_of_an_adapter_is_continued(driver: Driver, adapters: dict[str, Adapter]) -> None:
+    """After the tokens already sent come those of the unbroken answer (REL-2), with another adapter in the slot before."""
+    whole = (await driver.ask(QUESTION, adapter=adapters["a"])).token_ids()
+    await driver.ask(QUESTION, adapter=adapters["b"])
+    rest = await driver.ask(QUESTION, adapter=adapters["a"], sent_token_ids=tuple(whole[:8]))
+    rest.check(first_index=8)
+    assert rest.token_ids() == whole[8:]
+
+
 async def test_a_cached_prefix_is_of_one_adapter_only(driver: Driver, adapters: dict[str, Adapter]) -> None:
     """Of the same prompt and salt nothing is reused across adapters or between one and the base; within each it is."""
     voices = (None, adapters["a"], adapters["b"])

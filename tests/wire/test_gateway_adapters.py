@@ -67,6 +67,8 @@ async def test_each_name_goes_to_the_bases_replicas_with_its_adapter(pool: Pool)
     assert [run.grant.adapter for run in replica.runs[:4]] == [None, SQL, SQL, LAW]
     both = await pool.chat("sql", adapter="law")
     assert (both.status_code, both.json()["error"]["param"]) == (400, "adapter")
+    number = await pool.http.post("/v1/embeddings", json={"model": "base", "input": "x", "adapter": 5})
+    assert (number.status_code, number.json()["error"]["param"]) == (400, "adapter")
 
 
 async def test_adapters_are_listed_as_models_with_their_parent(pool: Pool) -> None:
