@@ -79,7 +79,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (CHAT, chat(presence_penalty=2.5), 400, "presence_penalty", None),
     (CHAT, chat(frequency_penalty=-2.5), 400, "frequency_penalty", None),
     (CHAT, chat(logit_bias={str(n): 1 for n in range(2000)}), 400, "logit_bias", None),
-    (CHAT, chat(logit_bias={"1": 101}), 400, None, None),
+    (CHAT, chat(logit_bias={"1": 101}), 400, "logit_bias", None),
+    (CHAT, chat(stop=["x", ""]), 400, "stop", None),
     (CHAT, chat(logit_bias={"one": 1}), 400, "logit_bias", None),
     (CHAT, chat(top_logprobs=3), 400, "top_logprobs", None),
     (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs", None),
@@ -91,6 +92,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (CHAT, chat(tools=[{"type": "function", "function": {}}]), 400, "tools[0].function.name", "missing_required_parameter"),
     (CHAT, chat(tools=[{}] * 200), 400, None, None),
     (CHAT, chat(tool_choice="required"), 400, "tool_choice", None),
+    (CHAT, chat(tool_choice="x" * 9000), 400, "tool_choice", None),
+    (CHAT, chat(stop={"x" * 9000: 1}), 400, "stop", None),
     (
         CHAT,
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}]}]),
@@ -103,7 +106,10 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (COMPLETIONS, prompt(prompt=[[]]), 400, "prompt", None),
     (COMPLETIONS, prompt(prompt={"a": 1}), 400, "prompt", None),
     (COMPLETIONS, prompt(prompt=[-1]), 400, "prompt[0]", None),
-    (COMPLETIONS, prompt(prompt=["a", "b"]), 400, "prompt", None),
+    (COMPLETIONS, prompt(prompt=["a", 5]), 400, "prompt", None),
+    (COMPLETIONS, prompt(prompt=["a"] * 129), 400, "prompt", None),
+    (COMPLETIONS, prompt(prompt=["a"] * 9, n=16), 400, "prompt", None),
+    (COMPLETIONS, prompt(max_tokens=-1), 400, "max_tokens", None),
     (COMPLETIONS, prompt(logprobs=True), 400, "logprobs", None),
     (COMPLETIONS, prompt(best_of=99), 400, "best_of", None),
 ]
@@ -294,6 +300,7 @@ async def refused(
     assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}
     error: dict[str, Any] = body["error"]
     assert error["message"] and isinstance(error["message"], str) and isinstance(error["type"], str)
+    assert len(response.content) < 1000, "errors are small, whatever the request is"
     assert len(pool.tickets) == before
     return error
 
