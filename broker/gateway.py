@@ -478,7 +478,8 @@ class Gateway:
                 adapter=adapter,
             )
         )
-        if self._admission.waiting(live.view.record.model_hash, live.profile.sla_class) == 1:
+        view = live.view
+        if view.replicas_ready == 0 and self._admission.waiting(view.record.model_hash, live.profile.sla_class) == 1:
             self._telemetry_now.set()
 
     def _client_left(self, request: RequestId) -> None:
@@ -667,7 +668,7 @@ class Gateway:
         self._shell.step(PoolChanged(digest))
 
     async def _send_telemetry(self) -> None:
-        """Every 100 ms, and at once when a model starts to wait: that is what wakes a cold model."""
+        """Every 100 ms, and at once when somebody starts to wait for a model without replicas: that wakes a cold one."""
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._telemetry_now.wait(), TELEMETRY_EVERY_S)

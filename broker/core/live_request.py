@@ -10,7 +10,7 @@ import msgspec
 
 from broker.core.request_events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S
 from subjects.bus import Stored
-from subjects.ids import ReplicaId, RequestId
+from subjects.ids import ModelHash, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
 
 GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
@@ -20,6 +20,8 @@ GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 class State(Enum):
     """Where a request is. All but ``RUNNING`` wait for a claim, and a claim is granted in each of them."""
 
+    PARKED = "parked"
+    """A replica may have room for it in a moment; else it is published at ``retry_s``."""
     PUBLISHING = "publishing"
     """The ticket is on its way to the work-queue."""
     UNSTORED = "unstored"
@@ -31,7 +33,8 @@ class State(Enum):
 
 
 TRANSITIONS: dict[State | None, frozenset[State | None]] = {
-    None: frozenset({State.PUBLISHING, State.RUNNING, None}),
+    None: frozenset({State.PARKED, State.PUBLISHING, State.RUNNING, None}),
+    State.PARKED: frozenset({State.PUBLISHING, State.RUNNING, None}),
     State.PUBLISHING: frozenset({State.PUBLISHING, State.UNSTORED, State.STORED, State.RUNNING, None}),
     State.UNSTORED: frozenset({State.PUBLISHING, State.RUNNING, None}),
     State.STORED: frozenset({State.PUBLISHING, State.RUNNING, None}),
@@ -43,7 +46,10 @@ TRANSITIONS: dict[State | None, frozenset[State | None]] = {
 from -> to        because
 ================  =========================================================================================
 None -> RUN.      submitted while nobody waits and a replica has room: handed over to it
+None -> PARKED    submitted while nobody waits in the queue, and a replica may have room in a moment
 None -> PUBL.     submitted
+PARKED -> PUBL.   none had room so soon, or our bus reconnected
+PARKED -> RUN.    handed over
 PUBL. -> PUBL.    our bus reconnected: a new publication of the same attempt
 PUBL. -> STORED   the work-queue acknowledged this very publication
 PUBL. -> UNST.    it did not (yet)
@@ -56,6 +62,10 @@ RUN. -> UNST.     its engine was busy: a new attempt after a pause
 any -> None       finished, failed, client left, waiting bound, deadline, losses, shutdown
 ================  =========================================================================================
 """
+
+
+QUEUED = frozenset({State.PUBLISHING, State.UNSTORED, State.STORED})
+"""Where a request waits in the work-queue, or for its place there."""
 
 
 class Taken(Enum):
@@ -108,12 +118,14 @@ class LiveRequest:
     ids_complete: bool = True
     sent_in_attempt: bool = False
     first_sent_s: float | None = None
+    parks_as: tuple[ModelHash, str] = field(init=False)
     queued_as: RequestProfile = field(init=False)
     """Its profile as it waits: in the batch class once it has yielded."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(max(1, self.profile.n))]
         self.queued_as = self.profile
+        self.parks_as = (self.profile.model_hash, self.profile.sla_class._value_)
 
     @property
     def has_yielded(self) -> bool:
@@ -192,11 +204,14 @@ class LiveRequest:
         for choice in self.choices:
             choice.resend_asked_s = -inf
 
+    def grant_parts(self) -> int:
+        """In how many messages it is granted."""
+        tokens = len(self.prompt_token_ids)
+        return max(1, _parts(len(self.body), GRANT_PART_BYTES_MAX), _parts(tokens, GRANT_PART_TOKENS_MAX))
+
     def grant(self, part: int) -> Grant | None:
         """Part ``part`` of the grant of the current attempt, the same each time; None when there is no such part."""
-        parts = max(
-            1, _parts(len(self.body), GRANT_PART_BYTES_MAX), _parts(len(self.prompt_token_ids), GRANT_PART_TOKENS_MAX)
-        )
+        parts = self.grant_parts()
         if not 0 <= part < parts:
             return None
         return Grant(

@@ -39,6 +39,8 @@ RECONNECT_GRACE_S = 5.0
 """After our own reconnect others may still be reconnecting; their silence does not count for so long."""
 RESEND_EVERY_S = 0.1
 """At most one ``Resend`` per choice of a request in this time."""
+PARK_S = 0.02
+"""How long a request waits here for a replica that takes what it is handed but has no room; then it is published."""
 PUBLISH_RETRY_S = 0.2
 """Pause before a ticket that was not stored, or that met a busy engine, is published again."""
 LOSSES_MAX = 3

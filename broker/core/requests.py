@@ -18,12 +18,13 @@ from typing import assert_never
 
 from broker.core.agenda import Agenda
 from broker.core.demand import DemandLedger, within_slo
-from broker.core.live_request import TRANSITIONS, LiveRequest, State, Taken
+from broker.core.live_request import QUEUED, TRANSITIONS, LiveRequest, State, Taken
 from broker.core.request_events import (
     HELD_EVERY_S,
     HELD_LINGER_S,
     HELD_UNANSWERED_MAX,
     LOSSES_MAX,
+    PARK_S,
     PUBLISH_RETRY_S,
     RECENT_ENDS_MAX,
     RECENT_ENDS_S,
@@ -79,6 +80,7 @@ from subjects.messages import (
     RefusalReason,
     Resend,
     Room,
+    SlaClass,
     Ticket,
 )
 
@@ -131,7 +133,10 @@ class RequestCore:
         self._live: dict[RequestId, LiveRequest] = {}
         self._stored: dict[ModelKey, dict[RequestId, None]] = {}
         self._hands = 0
-        self._waiting: dict[ModelHash, int] = {}
+        self._queued: dict[ModelHash, int] = {}
+        """How many wait, without those that are parked."""
+        self._parked: dict[tuple[ModelHash, str], dict[RequestId, None]] = {}
+        """By model and class: those that wait here for a replica's next word, in order of arrival."""
         self._serving: dict[ModelHash, dict[ReplicaId, None]] = {}
         """Replicas of a model that have a link."""
         self._links: dict[ReplicaId, _Link] = {}
@@ -233,6 +238,8 @@ class RequestCore:
                 self._end(now_s, live, gone, out)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
                 self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
+            elif live.state is State.PARKED:
+                self._publish(now_s, live, out)
             elif live.state is State.UNSTORED:
                 self._send_ticket(now_s, live, out)
             elif live.state is State.STORED:
@@ -270,30 +277,46 @@ class RequestCore:
         model = self._models.get(live.profile.model_hash)
         if model is not None and model.refusal:
             self._end(now_s, live, self._refused_by_pool(model), out)
-        elif not self._hand_over(now_s, live, out):
+        elif live.grant_parts() > 1 or self._queued.get(live.profile.model_hash) or not self._takes_hands(live):
             self._publish(now_s, live, out)
+        elif self._has_parked(live.profile.model_hash) or not self._hand_over(now_s, live, out):
+            live.retry_s = now_s + PARK_S
+            self._move(now_s, live, State.PARKED)
+
+    def _takes_hands(self, live: LiveRequest) -> bool:
+        return any(self._links[replica].room is not None for replica in self._serving.get(live.profile.model_hash, ()))
+
+    def _has_parked(self, model: ModelHash) -> bool:
+        return any((model, sla_class._value_) in self._parked for sla_class in SlaClass)
+
+    def _hand_parked(self, now_s: float, model: ModelHash, out: list[RequestCommand]) -> None:
+        """After a replica's word: the highest class first, of a class the oldest; as many as there is room for."""
+        if self._queued.get(model):
+            return
+        for sla_class in SlaClass:
+            for request in list(self._parked.get((model, sla_class._value_), ())):
+                if not self._hand_over(now_s, self._live[request], out):
+                    return
 
     def _hand_over(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> bool:
-        """Gives a new request at once to the replica with the most room, if none waits that came before it."""
-        model = live.profile.model_hash
-        if self._waiting.get(model):
-            return False
-        pages = live.profile.kv_pages_needed
+        """Gives a request to the replica with the most room, if there is one."""
+        model, pages = live.profile.model_hash, live.profile.kv_pages_needed
         most, replica = 0, None
         for candidate in self._serving.get(model, ()):
             slots = self._links[candidate].slots_for(pages)
             if slots > most:
                 most, replica = slots, candidate
-        grant = live.grant(0)
-        if replica is None or grant is None or grant.parts > 1:
+        grant = live.grant(0) if replica is not None else None
+        if replica is None or grant is None:
             return False
+        waited_s = now_s - live.waits_since_s
         link = self._links[replica]
         self._hands += 1
         link.hands = self._hands
         link.unseen.append((link.hands, pages, live.profile.input_tokens))
         hand = Hand(number=link.hands, ingress=self._ingress, profile=live.profile, grant=grant)
         self._hold(now_s, live, replica)
-        out += (HandOver(replica, hand), RecordGrant(live.request, live.attempt, replica, 0.0))
+        out += (HandOver(replica, hand), RecordGrant(live.request, live.attempt, replica, waited_s))
         return True
 
     def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand]) -> None:
@@ -432,6 +455,10 @@ class RequestCore:
                 self._not_handed(now_s, live, "its replica had no room", out)
             elif live is not None:
                 self._lose(now_s, live, "its replica does not have it", out)
+        if frames.room is not None and self._parked:
+            for model, serving in self._serving.items():
+                if frames.replica in serving:
+                    self._hand_parked(now_s, model, out)
         for request, attempt in unwanted:
             out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
             link.linger_until_s = now_s + HELD_LINGER_S
@@ -634,6 +661,11 @@ class RequestCore:
     def _held_entry(live: LiveRequest) -> HeldEntry:
         return HeldEntry(request=live.request, attempt=live.attempt, next_indexes=live.next_indexes())
 
+    def _count_queued(self, model: ModelHash, change: int) -> None:
+        count = self._queued.pop(model, 0) + change
+        if count:
+            self._queued[model] = count
+
     def _move(self, now_s: float, live: LiveRequest, state: State | None) -> None:
         """The only place where a state changes; keeps the views and the agenda in step with it."""
         assert state in TRANSITIONS[live.state], f"{live.state} -> {state}"
@@ -647,14 +679,19 @@ class RequestCore:
                 del self._stored[key]
         if state is State.STORED:
             self._stored.setdefault(key, {})[live.request] = None
+        if live.state is State.PARKED:
+            parked = self._parked[live.parks_as]
+            del parked[live.request]
+            if not parked:
+                del self._parked[live.parks_as]
+        if state is State.PARKED:
+            self._parked.setdefault(live.parks_as, {})[live.request] = None
+        if (state in QUEUED) != (live.state in QUEUED):
+            self._count_queued(live.profile.model_hash, 1 if state in QUEUED else -1)
         if waits and not was_waiting:
             self._demand.waits(live.queued_as, live.request, now_s)
-            self._waiting[live.profile.model_hash] = self._waiting.get(live.profile.model_hash, 0) + 1
         elif was_waiting and not waits:
             self._demand.stopped_waiting(live.queued_as, live.request)
-            self._waiting[live.profile.model_hash] -= 1
-            if not self._waiting[live.profile.model_hash]:
-                del self._waiting[live.profile.model_hash]
         if (state is State.RUNNING) != (live.state is State.RUNNING):
             self._demand.runs(live.profile, 1 if state is State.RUNNING else -1)
         live.state = state

@@ -163,9 +163,11 @@ def failure(kind: FailureKind, status: int = 500) -> Delta:
 def in_state(state: State) -> Gateway:
     """A gateway whose only request is in ``state``, one second after it came."""
     gateway = Gateway()
+    if state is State.PARKED:
+        gateway.knows(OTHER, slots=0)
     gateway.submit()
     match state:
-        case State.PUBLISHING:
+        case State.PARKED | State.PUBLISHING:
             pass
         case State.UNSTORED:
             gateway(e.TicketNotStored(R, 1, 1, NotStoredReason.BUS_UNAVAILABLE))
@@ -180,7 +182,7 @@ def in_state(state: State) -> Gateway:
     return gateway
 
 
-P, U, S, G = State.PUBLISHING, State.UNSTORED, State.STORED, State.RUNNING
+K, P, U, S, G = State.PARKED, State.PUBLISHING, State.UNSTORED, State.STORED, State.RUNNING
 LEFT = e.ClientLeft(R)
 BY_HOLDER = e.ClaimReceived(Claim(request=R, attempt=1, replica=HOLDER), 5)
 BY_OTHER = e.ClaimReceived(Claim(request=R, attempt=1, replica=OTHER), 6)
@@ -203,6 +205,8 @@ NO_FIT = e.PoolChanged(
     PoolDigest(epoch=1, sequence=1, models=(PoolModel(model_hash=MODEL, name="m", refusal="too big", permanent=True),))
 )
 NO_ROOM = e.FramesReceived(Frames(replica=HOLDER, sequence=1, gone=(Gone(request=R, attempt=1, full=True),)))
+ROOM = e.FramesReceived(Frames(replica=OTHER, sequence=2, room=Room(hands=0, slots=1, pages=9, tokens=9)))
+NO_SLOT = e.FramesReceived(Frames(replica=OTHER, sequence=2, room=Room(hands=0, slots=0, pages=9, tokens=9)))
 GONE = e.FramesReceived(Frames(replica=HOLDER, sequence=1, gone=(Gone(request=R, attempt=1),)))
 OLD_GONE = e.FramesReceived(Frames(replica=HOLDER, sequence=1, gone=(Gone(request=R, attempt=0),)))
 OTHERS_GONE = e.FramesReceived(Frames(replica=OTHER, sequence=1, gone=(Gone(request=R, attempt=1),)))
@@ -219,18 +223,19 @@ UNWANTED = ["cancel gw-1.1 at rep-a"]
 
 TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     # A claim of the current attempt is granted wherever the request waits.
-    *[(state, BY_HOLDER, G, GRANT) for state in (P, U, S)],
+    *[(state, BY_HOLDER, G, GRANT) for state in (K, P, U, S)],
     (G, BY_HOLDER, G, ["5: grant gw-1.1 part 0/1"]),
     (G, BY_OTHER, G, ["6: refuse taken"]),
     (G, PART_1, G, ["6: refuse unknown"]),
-    *[(state, PART_1, state, ["6: refuse unknown"]) for state in (P, U, S)],
+    *[(state, PART_1, state, ["6: refuse unknown"]) for state in (K, P, U, S)],
     *[(state, STALE, state, ["6: refuse stale-attempt"]) for state in State],
     *[(state, NEVER_WAS, state, ["6: refuse unknown"]) for state in State],
     # Leaving ends it everywhere.
-    *[(state, LEFT, None, ["end gw-1 cancelled"]) for state in (P, U)],
+    *[(state, LEFT, None, ["end gw-1 cancelled"]) for state in (K, P, U)],
     (S, LEFT, None, ["delete 7@1", "end gw-1 cancelled"]),
     (G, LEFT, None, ["cancel gw-1.1 at rep-a", "end gw-1 cancelled"]),
     # The work-queue's answers.
+    *[(K, event, K, []) for event in (FULL, TIMEOUT)],
     (P, IS_STORED, S, []),
     (P, OLD_STORED, P, ["delete 7@1"]),
     (P, FULL, None, ["end gw-1 503 no_capacity"]),
@@ -242,8 +247,9 @@ TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     (G, HAND_LOST, P, AGAIN),
     (G, OLD_HAND_LOST, G, []),
     (G, NO_ROOM, P, AGAIN),
-    *[(state, event, state, []) for event in (HAND_LOST, NO_ROOM) for state in (P, U, S)],
+    *[(state, event, state, []) for event in (HAND_LOST, NO_ROOM) for state in (K, P, U, S)],
     # What has no grant is published again after a reconnect, under the same attempt and a new publication.
+    (K, BACK_AGAIN, P, ["publish gw-1.1.1 to s for 20"]),
     (P, BACK_AGAIN, P, ["publish gw-1.1.2 to s for 20"]),
     (U, BACK_AGAIN, P, ["publish gw-1.1.2 to s for 20"]),
     (S, BACK_AGAIN, P, ["publish gw-1.1.2 to s for 20"]),
@@ -251,23 +257,27 @@ TABLE: list[tuple[State, e.RequestEvent, State | None, list[str]]] = [
     (S, SAME_QUEUE, S, []),
     (S, NEW_QUEUE, P, ["publish gw-1.1.2 to s for 20"]),
     (S, NO_QUEUE, P, ["publish gw-1.1.2 to s for 20"]),
-    *[(state, NO_QUEUE, state, []) for state in (P, U, G)],
+    *[(state, NO_QUEUE, state, []) for state in (K, P, U, G)],
     # The holder is lost, or its engine fails, before the first token.
-    *[(state, HOLDER_DEAD, state, []) for state in (P, U, S)],
+    *[(state, HOLDER_DEAD, state, []) for state in (K, P, U, S)],
     (G, HOLDER_DEAD, P, AGAIN),
     (G, GONE, P, AGAIN),
     (G, OLD_GONE, G, []),
     (G, OTHERS_GONE, G, []),
-    *[(state, GONE, state, []) for state in (P, U, S)],
+    *[(state, GONE, state, []) for state in (K, P, U, S)],
     (G, SICK, P, AGAIN),
     (G, BUSY, U, ["restart gw-1.2"]),
     (G, BAD, None, ["cancel gw-1.1 at rep-a", "end gw-1 422 None"]),
+    # A replica's word: there is room now.
+    (K, ROOM, G, ["hand 1 gw-1.1 to rep-b", "granted gw-1.1 to rep-b after 0"]),
+    (K, NO_SLOT, K, []),
+    *[(state, ROOM, state, []) for state in (P, U, S, G)],
     # Tokens.
     (G, FIRST, G, ["deliver gw-1 0:0+1"]),
     (G, LAST, None, ["deliver gw-1 0:0+2", "end gw-1 finished 2"]),
-    *[(state, FIRST, state, UNWANTED) for state in (P, U, S)],
+    *[(state, FIRST, state, UNWANTED) for state in (K, P, U, S)],
     # The pool says that waiting cannot help.
-    *[(state, NO_FIT, None, ["end gw-1 503 model_cannot_fit"]) for state in (P, U)],
+    *[(state, NO_FIT, None, ["end gw-1 503 model_cannot_fit"]) for state in (K, P, U)],
     (S, NO_FIT, None, ["delete 7@1", "end gw-1 503 model_cannot_fit"]),
     (G, NO_FIT, G, []),
 ]
@@ -293,6 +303,8 @@ def test_the_state_table_is_reached_in_full() -> None:
 @pytest.mark.parametrize(
     ("state", "after_s", "after", "commands"),
     [
+        (K, 0.019, K, []),
+        (K, 0.02, P, ["publish gw-1.1.1 to s for 20"]),
         (U, 0.19, U, []),
         (U, 0.2, P, ["publish gw-1.1.1 to s for 20"]),
         (S, 19.9, S, []),
@@ -303,7 +315,7 @@ def test_the_state_table_is_reached_in_full() -> None:
     ],
 )
 def test_time_passes_in_each_state(state: State, after_s: float, after: State | None, commands: list[str]) -> None:
-    """Bounds: 200 ms before a ticket is tried again, the waiting bound, the deadline."""
+    """Bounds: 20 ms for a replica to have room, 200 ms before a ticket is tried again, the waiting bound, the deadline."""
     gateway = in_state(state)
     assert gateway(e.Ticked(), after_s=after_s) == commands
     assert gateway.core.state_of(R) is after
@@ -355,19 +367,42 @@ def test_the_replica_with_the_most_room_is_asked() -> None:
     for slots in (0, 2):
         gateway.knows(HOLDER, slots=slots)
         gateway.knows(OTHER, slots=slots)
-    handed = [gateway.submit(RequestId(f"r{number}"))[0] for number in range(5)]
+    handed = [gateway.submit(RequestId(f"r{number}"))[0] for number in range(4)]
     assert handed == [
         "hand 1 r0.1 to rep-a",
         "hand 2 r1.1 to rep-b",
         "hand 3 r2.1 to rep-a",
         "hand 4 r3.1 to rep-b",
-        "publish r4.1.1 to s for 20",
     ]
+    assert gateway.submit(RequestId("r4")) == []
     gateway(e.ClientLeft(RequestId("r4")))
     # Its next word knows of the first one only: two slots are left, of which the other hand takes one.
     gateway.knows(HOLDER, slots=2, hands=1)
     assert gateway.submit(RequestId("r5"))[0] == "hand 5 r5.1 to rep-a"
-    assert gateway.submit(RequestId("r6"))[0] == "publish r6.1.1 to s for 20"
+    assert gateway.submit(RequestId("r6")) == []
+
+
+def test_who_is_parked_goes_when_there_is_room() -> None:
+    """The higher class first, of a class the one that came first; nobody overtakes them; later they go to the queue."""
+    gateway = Gateway()
+    gateway.knows(slots=0)
+    for name, sla_class in (
+        ("b1", SlaClass.BRONZE),
+        ("s1", SlaClass.SILVER),
+        ("b2", SlaClass.BRONZE),
+        ("s2", SlaClass.SILVER),
+    ):
+        assert gateway.submit(RequestId(name), sla_class=sla_class) == []
+    lines = gateway.frames(room=Room(hands=0, slots=3, pages=100, tokens=1000))
+    assert [line for line in lines if line.startswith("hand")] == [
+        "hand 1 s1.1 to rep-a",
+        "hand 2 s2.1 to rep-a",
+        "hand 3 b1.1 to rep-a",
+    ]
+    assert gateway.submit(RequestId("b3")) == []
+    assert gateway(e.Ticked(), after_s=0.02) == ["publish b2.1.1 to s for 20", "publish b3.1.1 to s for 20"]
+    assert gateway.frames(room=Room(hands=3, slots=3, pages=100, tokens=1000)) == []
+    assert gateway.submit(RequestId("b4")) == ["publish b4.1.1 to s for 20"]
 
 
 @pytest.mark.parametrize(
@@ -384,9 +419,9 @@ def test_a_request_is_handed_only_where_it_fits(room: dict[str, Any], fields: di
     """The replica's own rule: a slot, the pages, and not too much that is not computed yet."""
     gateway = Gateway()
     gateway.knows(**room)
-    assert gateway.submit(**fields)[0].startswith("hand") is handed
+    assert bool(gateway.submit(**fields)) is handed  # else it is parked
     if handed and fields:
-        assert gateway.submit(RequestId("gw-2"), **fields)[0].startswith("publish")
+        assert gateway.submit(RequestId("gw-2"), **fields) == []
 
 
 def test_a_large_body_goes_by_the_queue() -> None:
@@ -425,7 +460,8 @@ def test_a_replica_that_died_or_fell_silent_is_handed_nothing() -> None:
     for _ in range(3):
         gateway(e.BusRoundTripMade())
         gateway(e.Ticked(), after_s=0.2)
-    assert gateway.submit()[0].startswith("publish")
+    assert gateway.submit() == []
+    assert gateway(e.Ticked(), after_s=0.02) == ["publish gw-1.1.1 to s for 20"]
     gateway = Gateway()
     gateway.knows()
     gateway.frames()
