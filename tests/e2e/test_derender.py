@@ -13,6 +13,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint
 from tests.e2e.engines import replica_spec
@@ -178,3 +179,23 @@ async def test_no_part_of_a_stop_string_is_ever_sent(stage: Stage) -> None:
         assert last.usage.completion_tokens == sum(delta.units for delta in deltas) == stage.tokens_for(ids, min(ends)[0])
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"tool_call_parser": "nope"}, "nope"),
+        ({"tool_call_parser": "hermes", "tool_strict_level": "never"}, "auto, function, parameter"),
+        ({"reasoning_parser": "nope"}, "nope"),
+        ({"tool_call_parser": "mistral"}, "tool call token"),
+    ],
+    ids=str,
+)
+async def test_a_parser_that_cannot_be_used_is_told_at_the_start(stage: Stage, options: dict[str, Any], word: str) -> None:
+    """One line for the operator, with the place in the model's file; not an error of each request."""
+    from workers.engines.vllm_openai import OpenAiLayer
+
+    record = replica_spec("unused", engine_options=options).record
+    config, renderer = stage.input_processor.vllm_config, stage.input_processor.renderer
+    with pytest.raises(EngineError, match=f"spec.engine.options.*{word}"):
+        OpenAiLayer(record, config, renderer, stage.input_processor)

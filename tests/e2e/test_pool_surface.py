@@ -88,6 +88,7 @@ def parameters(*names: str) -> dict[str, Any]:
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": parameters("kind")}} for name in ("look", "ask")]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": parameters("kind", "other"), "strict": True}}
 NAMED = {"type": "function", "function": {"name": "ask"}}
+REPETITION = {"min_pattern_size": 1, "max_pattern_size": 3, "min_count": 4}
 MANY_BYTES = "né 😀 東京 👩‍👩‍👧"
 
 # What is asked, how many choices, the finish reason of all of them.
@@ -104,6 +105,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
     "stop in characters": (chat(structured_outputs={"choice": [MANY_BYTES]}, max_tokens=90, stop="東"), 1, "stop"),
     "json_object": (chat(response_format={"type": "json_object"}, max_tokens=20), 1, ""),
     "json_schema": (chat(response_format=SCHEMA, max_tokens=200), 1, "stop"),
+    "repetition": (chat(logit_bias={"100": 100}, max_tokens=40, repetition_detection=REPETITION), 1, "stop"),
     "text": (chat(response_format={"type": "text"}), 1, "length"),
     "tools, none called": (chat(tools=TOOLS), 1, "length"),
     "tool_choice none": (chat(tools=TOOLS, tool_choice="none"), 1, "length"),

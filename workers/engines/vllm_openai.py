@@ -125,7 +125,13 @@ class Rendered:
 
 
 class OpenAiLayer:
-    """Render and derender for one started model."""
+    """Render and derender for one started model.
+
+    Options of the record: ``chat_template`` and vLLM's ``tool_call_parser``, ``tool_strict_level`` and ``reasoning_parser``.
+
+    Raises:
+        EngineError: a parser that vLLM does not know, or that does not fit the model's tokenizer.
+    """
 
     def __init__(self, record: ModelRecord, vllm_config: Any, renderer: Any, input_processor: Any) -> None:
         model_config = vllm_config.model_config
@@ -134,37 +140,25 @@ class OpenAiLayer:
         if template is None and not getattr(tokenizer, "chat_template", None):
             template = DEFAULT_CHAT_TEMPLATE
         tool_parser = record.engine_options.get("tool_call_parser") or None
-        strict_level = str(record.engine_options.get("tool_strict_level") or "auto")
-        reasoning_parser = record.engine_options.get("reasoning_parser") or ""
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.online_renderer = OnlineRenderer(
-            model_config,
-            renderer,
-            request_logger=None,
-            chat_template=template,
-            chat_template_content_format="auto",
-            enable_auto_tools=tool_parser is not None,
-            tool_parser=tool_parser,
-            tool_strict_level=strict_level,
-            reasoning_parser=reasoning_parser,
-        )
+        tools = {
+            "enable_auto_tools": tool_parser is not None,
+            "tool_parser": tool_parser,
+            "tool_strict_level": str(record.engine_options.get("tool_strict_level") or "auto"),
+            "reasoning_parser": record.engine_options.get("reasoning_parser") or "",
+        }
+        layer: dict[str, Any] = {"chat_template": template, "chat_template_content_format": "auto", **tools}
         client = SimpleNamespace(
             model_config=model_config, renderer=renderer, input_processor=input_processor, vllm_config=vllm_config
         )
-        self.chat = OpenAIServingChat(
-            client,
-            None,
-            "assistant",
-            online_renderer=self.online_renderer,
-            request_logger=None,
-            chat_template=template,
-            chat_template_content_format="auto",
-            reasoning_parser=reasoning_parser,
-            enable_auto_tools=tool_parser is not None,
-            tool_parser=tool_parser,
-            tool_strict_level=strict_level,
-        )
+        try:
+            self.online_renderer = OnlineRenderer(model_config, renderer, request_logger=None, **layer)
+            self.chat = OpenAIServingChat(
+                client, None, "assistant", online_renderer=self.online_renderer, request_logger=None, **layer
+            )
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{record.name}: a parser named in 'spec.engine.options' cannot be used: {error}") from None
         self.completion = OpenAIServingCompletion(client, None, online_renderer=self.online_renderer, request_logger=None)
 
     async def render(self, request: EngineRequest) -> Answer:
