@@ -16,7 +16,7 @@ _SUMMARY = """# What `make check-extra` does not ask of us
 Made from `exclusions.toml` by `python -m tests.extra --write-page`; the runner reads that list. Everything in a suite that
 is not listed there runs and has to pass, so a new version of a suite brings its new tests along.
 
-- *not run*: the tests speak to no server, or to routes that we do not serve.
+- *not run*: the tests speak to no server, to routes that we do not serve, or need a better model than the one that is asked.
 - *fails*: the tests run and must fail for this reason; one that passes fails the check, so that no line outlives its reason.
 - *skipped*: the suite itself skips the tests, because it was told that the feature is absent or needs something else.
 
