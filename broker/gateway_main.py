@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import resource
 import signal
 import time
@@ -25,6 +26,10 @@ from subjects.nats_bus import NatsBus
 
 DESCRIPTORS_MAX = 1024 * 1024
 """Of this process: each connection takes one, and shells often allow 1,024 where the system allows far more."""
+
+GC_THRESHOLDS = (10_000, 20, 50)
+"""Python's own (700, 10, 10) looks at all that lives many times a second, for garbage that no request makes: what belongs to a
+request goes by reference counts, and a test sees to that."""
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +89,9 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
             await siblings.start()
             stack.push_async_callback(siblings.stop)
         log.info("gateway listens", url=server.url, ingress=gateway.ingress, keys=keys is not None)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         if on_ready is not None:
             on_ready(server.url)
         gateway.broken.add_done_callback(lambda _: stop.set())

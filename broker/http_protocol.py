@@ -417,6 +417,9 @@ class HttpCycle:
                 self._protocol.state.tasks.discard(self.task)
             if not self._complete and not self.gone:
                 self._give_up()
+            # What holds each other would wait for the garbage collector, and make it run more often.
+            self.task = None
+            self._scope.pop(CYCLE, None)
 
     async def receive(self) -> Message:
         """A part of the body, or the news that the client has left or has its whole answer."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import uvicorn
 
-from broker.http_protocol import HttpProtocol, Message, ServerState
+from broker.http_protocol import HttpCycle, HttpProtocol, Message, ServerState
 from tests.waiting import until
 
 Send = Callable[[Message], Any]
@@ -136,3 +137,14 @@ async def test_who_waits_is_told_to_go_on_once() -> None:
     request = b"POST / HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\nhi"
     assert (await exchanged(reads, request)).writes[0] == b"HTTP/1.1 100 Continue\r\n\r\n"
     assert not any(b"100 Continue" in data for data in (await exchanged(whole, request)).writes)
+
+
+async def test_a_request_leaves_nothing_to_the_garbage_collector() -> None:
+    """Bodies and answers go when their request ends, not when a collection comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        await exchanged(whole, 20 * GET)
+        assert not [one for one in gc.get_objects() if isinstance(one, HttpCycle)]
+    finally:
+        gc.enable()
