@@ -28,8 +28,8 @@ DESCRIPTORS_MAX = 1024 * 1024
 """Of this process: each connection takes one, and shells often allow 1,024 where the system allows far more."""
 
 GC_THRESHOLDS = (10_000, 20, 50)
-"""Python's own (700, 10, 10) looks at all that lives many times a second, for garbage that no request makes: what belongs to a
-request goes by reference counts, and a test sees to that."""
+"""Python's own (700, 10, 10) looks at all that lives many times a second, for garbage that no request makes: what belongs to
+a request goes by reference counts, and a test sees to that."""
 
 log = structlog.get_logger(__name__)
 
