@@ -40,7 +40,9 @@ RECONNECT_GRACE_S = 5.0
 RESEND_EVERY_S = 0.1
 """At most one ``Resend`` per choice of a request in this time."""
 PARK_S = 0.02
-"""How long a request waits here for a replica that takes what it is handed but has no room; then it is published."""
+PARK_S_MAX = 0.25
+"""A request is parked for a replica that takes what it is handed but has no room. After ``PARK_S`` it is published if a
+replica has spoken meanwhile and had none, after ``PARK_S_MAX`` in any case: a busy gateway may read that word late."""
 PUBLISH_RETRY_S = 0.2
 """Pause before a ticket that was not stored, or that met a busy engine, is published again."""
 LOSSES_MAX = 3

@@ -25,6 +25,7 @@ from broker.core.request_events import (
     HELD_UNANSWERED_MAX,
     LOSSES_MAX,
     PARK_S,
+    PARK_S_MAX,
     PUBLISH_RETRY_S,
     RECENT_ENDS_MAX,
     RECENT_ENDS_S,
@@ -104,10 +105,12 @@ class _Link:
     linger_until_s: float = 0.0
     hands: int = 0
     room: Room | None = None
+    spoke_s: float = -inf
     unseen: deque[tuple[int, int, int]] = field(default_factory=deque)
 
-    def room_is(self, room: Room | None) -> None:
+    def room_is(self, now_s: float, room: Room | None) -> None:
         """The replica's word, in the order in which it gave it."""
+        self.spoke_s = now_s
         self.room = room
         while room is not None and self.unseen and self.unseen[0][0] <= room.hands:
             self.unseen.popleft()
@@ -238,6 +241,9 @@ class RequestCore:
                 self._end(now_s, live, gone, out)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
                 self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
+            elif live.state is State.PARKED and not self._has_word_for(now_s, live):
+                live.retry_s = now_s + PARK_S
+                self._agenda.set(request, live.due_s())
             elif live.state is State.PARKED:
                 self._publish(now_s, live, out)
             elif live.state is State.UNSTORED:
@@ -285,6 +291,13 @@ class RequestCore:
 
     def _takes_hands(self, live: LiveRequest) -> bool:
         return any(self._links[replica].room is not None for replica in self._serving.get(live.profile.model_hash, ()))
+
+    def _has_word_for(self, now_s: float, live: LiveRequest) -> bool:
+        """Whether a replica has spoken since it was parked, so that none has room, or it was parked for too long."""
+        if now_s - live.waits_since_s >= PARK_S_MAX:
+            return True
+        serving = self._serving.get(live.profile.model_hash)
+        return not serving or any(self._links[replica].spoke_s > live.waits_since_s for replica in serving)
 
     def _has_parked(self, model: ModelHash) -> bool:
         return any((model, sla_class._value_) in self._parked for sla_class in SlaClass)
@@ -439,7 +452,7 @@ class RequestCore:
             link.linger_until_s = now_s + HELD_LINGER_S
         link.unanswered = 0
         link.awaiting_frame = False
-        link.room_is(frames.room)
+        link.room_is(now_s, frames.room)
         unwanted: dict[tuple[RequestId, int], None] = {}
         for delta in frames.deltas:
             live = self._held_by(frames.replica, delta.request, delta.attempt)
