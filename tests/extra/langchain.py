@@ -12,7 +12,7 @@ CLIENTS = Path(__file__).parent / "clients"
 TIMEOUT_S = 420.0
 REAL = "langchain-smollm2"
 SUITES = {
-    "langchain": ("TestUnit", "TestScripted"),
+    "langchain": ("TestUnit", "TestScripted", "TestEmbeddings"),
     "langchain-responses": ("TestScriptedResponses",),
     REAL: ("TestReal",),
 }

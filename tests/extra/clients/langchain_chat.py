@@ -1,4 +1,4 @@
-"""Suites 2 to 4: ``langchain-tests`` with ``ChatOpenAI`` before a gateway of ours. Runs in an environment of its own.
+"""Suites 2 to 4: ``langchain-tests`` with ``ChatOpenAI`` and ``OpenAIEmbeddings`` before a gateway of ours. Runs in an environment of its own.
 
 ``$EXTRA_BASE_URL`` is the gateway's endpoint with ``/v1``. What these classes say of the models is what the suite then asks
 for; whatever it skips for that is listed in ``exclusions.toml``.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from langchain_openai import ChatOpenAI
-from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_tests.integration_tests import ChatModelIntegrationTests, EmbeddingsIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 BASE_URL = os.environ["EXTRA_BASE_URL"]
@@ -64,6 +64,19 @@ class TestReal(_Chat):
     @property
     def model_override_value(self) -> str:
         return "smollm2-135m-instruct"
+
+
+class TestEmbeddings(EmbeddingsIntegrationTests):  # type: ignore[misc]
+    """Embeddings."""
+
+    @property
+    def embeddings_class(self) -> Any:
+        return OpenAIEmbeddings
+
+    @property
+    def embedding_model_params(self) -> dict[str, Any]:
+        # Else texts are cut by a tokenizer of OpenAI's, which is fetched, and sent as its token ids.
+        return ENDPOINT | {"model": "embedder", "check_embedding_ctx_length": False}
 
 
 class TestUnit(ChatModelUnitTests):  # type: ignore[misc]
