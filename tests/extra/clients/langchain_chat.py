@@ -1,7 +1,7 @@
 """Suites 2 to 4: ``langchain-tests`` with ``ChatOpenAI`` and ``OpenAIEmbeddings`` before a gateway of ours.
 
-It runs in an environment of its own. ``$EXTRA_BASE_URL`` is the gateway's endpoint with ``/v1``. What these classes say of the models is what the suite then asks
-for; whatever it skips for that is listed in ``exclusions.toml``.
+It runs in an environment of its own. ``$EXTRA_BASE_URL`` is the gateway's endpoint with ``/v1``. What these classes say of
+the models is what the suite then asks for; whatever it skips for that is listed in ``exclusions.toml``.
 """
 
 from __future__ import annotations
