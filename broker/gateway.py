@@ -243,6 +243,11 @@ class Gateway:
         views = (*self._models.views(), *self._models.adapters())
         return [(view, self._models.state(view.record)) for view in views]
 
+    def state_of(self, name: str) -> tuple[ModelView, str] | None:
+        """The model or adapter of a name or alias, with the state of its replicas."""
+        view = self._models.resolve(name)
+        return None if view is None else (view, self._models.state(view.record))
+
     def record_of(self, name: str) -> ModelRecord | None:
         """The record of a name or alias."""
         view = self._models.resolve(name)

@@ -336,10 +336,10 @@ def _rest_of_the_routes(gateway: Gateway, all_metrics: Callable[[], Awaitable[by
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
-        for view, state in gateway.model_states():
-            if view.name == name:
-                return _json(_model(view, state))
-        raise gateway.unknown_model(name)
+        found = gateway.state_of(name)
+        if found is None:
+            raise gateway.unknown_model(name)
+        return _json(_model(*found))
 
     def _model(view: ModelView, state: str) -> dict[str, Any]:
         record = view.record

@@ -5,18 +5,74 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 
+import structlog
 import uvicorn
 
 from broker.http_app import HttpApp
 from broker.http_protocol import SEND_BUFFER_BYTES, HttpProtocol, ServerState
 from broker.listeners import base_url, bind
+from subjects.tasks import Tasks
 
 BACKLOG_CONNECTIONS = 2048
+ACCEPTED_PER_TURN_MAX = 64
+ACCEPT_PAUSE_S = 0.5
 CLOSE_S_MAX = 5
+log = structlog.get_logger(__name__)
 _TICKS_PER_LOOK = 10
 """uvicorn's tick is 100 ms."""
+
+
+class Accepter:
+    """Accepts connections on a socket; in uvicorn it stands for an ``asyncio.Server``.
+
+    libuv accepts one connection in each turn of the loop. A turn of a busy gateway takes milliseconds, and whoever connected
+    as one of hundreds waited for seconds, with a connection that looked open from outside.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, listening: socket.socket, new_connection: Callable[[], HttpProtocol]
+    ) -> None:
+        self._loop = loop
+        self._socket = listening
+        self._new_connection = new_connection
+        self._tasks = Tasks(lambda error: log.info("a connection was not taken", error=type(error).__name__))
+        self._again: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        listening.listen(BACKLOG_CONNECTIONS)
+        loop.add_reader(listening, self._accept)
+
+    def close(self) -> None:
+        """Accepts no more; the socket is the caller's."""
+        self._loop.remove_reader(self._socket)
+        if self._again is not None:
+            self._again.cancel()
+
+    async def wait_closed(self) -> None:
+        """Connections are their protocols' business, which the server ends."""
+        await self._tasks.end()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_PER_TURN_MAX):
+            try:
+                connection, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptor is left, or no memory: the backlog keeps them meanwhile
+                log.warning("connections cannot be accepted", error=error.strerror)
+                self._loop.remove_reader(self._socket)
+                self._again = self._loop.call_later(ACCEPT_PAUSE_S, self._loop.add_reader, self._socket, self._accept)
+                return
+            connection.setblocking(False)
+            self._tasks.spawn(self._connect(connection))
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._new_connection, connection)
+        except BaseException:
+            connection.close()
+            raise
 
 
 class _Server(uvicorn.Server):
@@ -30,8 +86,13 @@ class _Server(uvicorn.Server):
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        loop = asyncio.get_running_loop()
+        self.servers = [Accepter(loop, one, self._new_connection) for one in sockets or ()]  # type: ignore[misc] # see there
         self.listening.set()
+
+    def _new_connection(self) -> HttpProtocol:
+        return HttpProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def on_tick(self, counter: int) -> bool:
         over = await super().on_tick(counter)
