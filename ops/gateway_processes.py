@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,10 @@ from subjects.errors import ConfigError
 PROCESSES_MAX = 64
 STOP_S_MAX = 42.0
 """After SIGTERM the processes get this long: their 30 s for running requests, and what it takes to close."""
+LISTEN_S_MAX = 60.0
+"""From a process's start until it listens, which it does with a bus or without; then the gateway is given up."""
+WATCHERS_S_MAX = 5.0
+"""For what watches the processes to see that they have ended."""
 _POLL_S = 0.05
 
 log = structlog.get_logger(__name__)
@@ -110,15 +115,20 @@ class _Group:
         watcher = asyncio.create_task(kept_running)
         watcher.add_done_callback(lambda _: self._refused(kept))
         self._watchers.append(watcher)
-        while not place.socket_path(index).exists():
-            if self._stop.is_set():
+        deadline_s = time.monotonic() + LISTEN_S_MAX
+        while not self._stop.is_set() and not place.socket_path(index).exists():
+            if time.monotonic() > deadline_s:
+                self._broken(f"{kept.name} does not listen {LISTEN_S_MAX:g} s after its start")
                 return
             await asyncio.sleep(_POLL_S)
 
     async def end(self) -> None:
         """All at once, so that no request waits for another process's."""
         await asyncio.gather(*(kept.stop(STOP_S_MAX) for kept in self._kept))
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        if self._watchers:
+            _, late = await asyncio.wait(self._watchers, timeout=WATCHERS_S_MAX)
+            for watcher in late:
+                watcher.cancel()
 
     def _restarts(self, index: int, code: int) -> None:
         Place(self._directory, index, self._options.processes).socket_path(index).unlink(missing_ok=True)

@@ -17,6 +17,8 @@ REFUSED = 2
 RESTARTS_MAX = 10
 RESTARTS_WINDOW_S = 60.0
 RESTART_DELAY_S_MAX = 5.0
+KILLED_S_MAX = 5.0
+"""After SIGKILL: only a process that hangs in the kernel lives longer, and nothing here could end that."""
 LOG_BYTES_MAX = 16 * 1024 * 1024
 """A log starts afresh when it is found bigger than this at a start of its process."""
 
@@ -34,14 +36,21 @@ class Kept:
         self.stopping = False
         self.refused = False
         """It said that it was given something wrong: to start it again would change nothing."""
+        self._changing = asyncio.Lock()
+        """Held while the process is started or stopped, so that neither happens amid the other."""
         self._log_from = log.stat().st_size if log is not None and log.exists() else 0
 
     async def start(self) -> None:
-        """Starts the process.
+        """Starts the process; does nothing after :meth:`stop`.
 
         Raises:
             OSError: it cannot be started.
         """
+        async with self._changing:
+            if not self.stopping:
+                await self._spawn()
+
+    async def _spawn(self) -> None:
         if self.log is not None and self.log.exists() and self.log.stat().st_size > LOG_BYTES_MAX:
             self.log.unlink()
             self._log_from = 0
@@ -113,16 +122,18 @@ class Kept:
         return ""
 
     async def stop(self, limit_s: float) -> None:
-        """Ends it by SIGTERM, and by SIGKILL after ``limit_s``."""
+        """Ends it by SIGTERM, and by SIGKILL after ``limit_s``; one that is just being started too. None comes after."""
         self.stopping = True
-        process = self.process
-        if process is None or process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), limit_s)
+            async with asyncio.timeout(limit_s), self._changing:
+                if self.process is not None and self.process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        self.process.terminate()
+                    await self.process.wait()
         except TimeoutError:
+            if self.process is None:
+                return
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+                self.process.kill()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), KILLED_S_MAX)
