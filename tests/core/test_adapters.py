@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from broker.core.request_events import GRANT_PART_BYTES_MAX
 from subjects.ids import IngressId, RequestId
-from subjects.messages import Adapter
+from subjects.messages import Adapter, FailureKind
 from tests.core.test_live_request import live
 from tests.core.test_requests import profile
 from workers.core.adapters import (
@@ -15,11 +15,10 @@ from workers.core.adapters import (
     AdapterSlots,
     AdmitRequest,
     EvictAdapter,
-    Key,
     LoadAdapter,
     RefuseRequest,
 )
-from workers.core.held_request import HeldRequest
+from workers.core.held_request import HeldRequest, Key
 
 
 def adapter(name: str, content: str = "1", source: str = "") -> Adapter:
@@ -104,8 +103,8 @@ def test_a_failed_load_ends_only_the_requests_for_it() -> None:
     slots.ask(key(2), A)
     slots.ask(key(3), B)
     assert slots.failed(A, "broken") == [
-        RefuseRequest(key(1), "broken"),
-        RefuseRequest(key(2), "broken"),
+        RefuseRequest(key(1), "broken", FailureKind.SICK),
+        RefuseRequest(key(2), "broken", FailureKind.SICK),
         LoadAdapter(B, 2),
     ]
     assert slots.loaded(B) == [AdmitRequest(key(3), 2)]
@@ -124,7 +123,8 @@ def test_other_content_or_another_source_is_another_adapter() -> None:
 
 def test_without_slots_every_adapter_is_refused() -> None:
     """A replica that was started without adapters says so."""
-    assert AdapterSlots(0).ask(key(1), A) == [RefuseRequest(key(1), "this replica was started without adapters")]
+    refusal = RefuseRequest(key(1), "this replica was started without adapters", FailureKind.BAD_REQUEST)
+    assert AdapterSlots(0).ask(key(1), A) == [refusal]
 
 
 def test_one_that_leaves_while_its_adapter_loads_leaves_it_loaded() -> None:

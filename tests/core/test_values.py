@@ -49,6 +49,7 @@ STATE = {
     "_Queue",
     "_Seen",
     "_Sequence",
+    "_Slot",
     "_Spares",
     "_Taken",
     "Choice",
@@ -82,7 +83,8 @@ def test_values_are_frozen(data: Any) -> None:
 
 
 def test_events_and_commands_are_values() -> None:
-    """Every member of a union of events or commands is a dataclass, those without fields too: equal ones are equal."""
+    """Every member of a union of events or commands is a dataclass or a struct, those without fields too: equal ones are
+    equal."""
     members = {
         member
         for module in MODULES
@@ -92,7 +94,7 @@ def test_events_and_commands_are_values() -> None:
         if member in CLASSES
     }
     assert len(members) > 60
-    assert sorted(name_of(member) for member in members if member not in DATA) == []
+    assert sorted(name_of(each) for each in members if each not in DATA and not issubclass(each, msgspec.Struct)) == []
 
 
 @pytest.mark.parametrize("data", DATA, ids=name_of)

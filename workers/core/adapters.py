@@ -14,11 +14,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from subjects.ids import RequestId
-from subjects.messages import Adapter
+from subjects.messages import Adapter, FailureKind
+from workers.core.held_request import Key
 
-Key = tuple[RequestId, int]
-"""Request and attempt."""
 Identity = tuple[str, str, str]
 
 
@@ -53,10 +51,11 @@ class AdmitRequest:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """The adapter of this request did not load."""
+    """The adapter of this request did not load. ``kind`` tells whether another replica may have more luck."""
 
     key: Key
     reason: str
+    kind: FailureKind = FailureKind.SICK
 
 
 AdapterCommand = LoadAdapter | EvictAdapter | AdmitRequest | RefuseRequest
@@ -96,7 +95,7 @@ class AdapterSlots:
     def ask(self, key: Key, adapter: Adapter) -> list[AdapterCommand]:
         """A request for ``adapter`` has come; each key only once."""
         if self._slots_max < 1:
-            return [RefuseRequest(key, "this replica was started without adapters")]
+            return [RefuseRequest(key, "this replica was started without adapters", FailureKind.BAD_REQUEST)]
         self._waiting.append((key, adapter))
         return self._pump()
 

@@ -22,23 +22,30 @@ from workers.core.adapters import (
     AdapterSlots,
     AdmitRequest,
     EvictAdapter,
-    Key,
     LoadAdapter,
     RefuseRequest,
 )
+from workers.core.held_request import Key
 
 log = structlog.get_logger(__name__)
 
 
 class AdapterRefused(EngineError):
-    """The adapter cannot answer; the message is for a client. Nobody else is touched by it."""
+    """The adapter cannot answer; the message is for a client. Nobody else is touched by it.
+
+    Files that are missing, and an engine that does not load, are this worker's fault: the request is tried again, here or
+    on another replica, a bounded number of times. Only what is wrong on every replica is the client's.
+    """
+
+    def __init__(self, message: str, kind: FailureKind) -> None:
+        super().__init__(message)
+        self._kind = kind
 
     @property
     def failure(self) -> Failure:
-        """What ends the request."""
-        return Failure(
-            kind=FailureKind.BAD_REQUEST, message=str(self), status=400, param="model", code="adapter_unavailable"
-        )
+        """What ends the request, or this attempt at it."""
+        status = 400 if self._kind is FailureKind.BAD_REQUEST else 500
+        return Failure(kind=self._kind, message=str(self), status=status, param="model", code="adapter_unavailable")
 
 
 class AdapterGate:
@@ -74,9 +81,10 @@ class AdapterGate:
             AdapterRefused: it does not load.
         """
         if adapter.rank > self._rank_max > 0:
-            raise AdapterRefused(
+            message = (
                 f"the adapter '{adapter.name}' has rank {adapter.rank}, and this replica takes {self._rank_max} at most"
             )
+            raise AdapterRefused(message, FailureKind.BAD_REQUEST)
         entering: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._entering[key] = entering
         try:
@@ -112,9 +120,9 @@ class AdapterGate:
                 case AdmitRequest(key=key, slot_id=slot_id):
                     if (entering := self._waits(key)) is not None:
                         entering.set_result(slot_id)
-                case RefuseRequest(key=key, reason=reason):
+                case RefuseRequest(key=key, reason=reason, kind=kind):
                     if (entering := self._waits(key)) is not None:
-                        entering.set_exception(AdapterRefused(reason))
+                        entering.set_exception(AdapterRefused(reason, kind))
                 case _:
                     assert_never(command)
 

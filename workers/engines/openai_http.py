@@ -26,9 +26,10 @@ from subjects.ids import RequestId
 from subjects.messages import Adapter, Delta, Endpoint, Failure, FailureKind, Task, Usage
 from subjects.tasks import end_tasks
 from workers.core.embeddings import EncodingFormat, embedding_deltas, rewritten
+from workers.core.held_request import Key
 from workers.core.refusals import client_message
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
-from workers.engines.outbox import Key, Outbox
+from workers.engines.outbox import Outbox
 from workers.spec import ReplicaSpec
 
 START_TIMEOUT_S = 120.0

@@ -7,11 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from subjects.errors import EngineError
-from subjects.ids import RequestId
 from subjects.messages import Delta
-
-Key = tuple[RequestId, int]
-"""Request and attempt."""
+from workers.core.held_request import Key
 
 
 @dataclass(frozen=True, slots=True)

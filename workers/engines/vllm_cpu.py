@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Adapter, Delta, Task
+from workers.core.held_request import Key
 from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
-from workers.engines.outbox import Key, Outbox
+from workers.engines.outbox import Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
 
