@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn, TypeVar, assert_never
 
+import msgspec
 import structlog
 
 from broker.ask_headers import header, request_kind, timeout_s_of, wish_of
@@ -111,6 +112,8 @@ class _Live:
     deadline_s: float
     first_output_s: float | None = None
     granted: bool = False
+    waited_s: float = 0.0
+    """For the last grant. It is counted with the first output: a replica may say that it has no room after all."""
     finish_reasons: list[str] = field(default_factory=list)
 
 
@@ -356,14 +359,15 @@ class Gateway:
 
     async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, RequestProfile]:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
-        adapter = body.mapping.get("adapter")
-        if adapter is not None and not isinstance(adapter, str):
-            raise ApiError(400, "'adapter' must be the name of an adapter.", param="adapter", code="invalid_value")
+        adapter = body.fields.adapter
         if body.model != AUTO or adapter:
             view = await self._named(adapter or body.model, arrived_s)
             if adapter and body.model != AUTO:  # most name an adapter as the model; here it stands beside its base (ING-3)
                 base = await self._named(body.model, arrived_s)
                 view = self._models.adapter_of(base, adapter) or _raise(unknown_model(adapter))
+            elif adapter and view.adapter is None:
+                message = f"'{view.name}' is a model and no adapter: name it in 'model'."
+                raise ApiError(400, message, param="adapter", code="invalid_value")
             unable = task_refusal(view.record, ask.endpoint)
             if unable is not None:
                 raise _api_error(unable)
@@ -446,6 +450,8 @@ class Gateway:
             include_usage=body.include_usage,
         )
         stream = body.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
+        if stream is not profile.stream:
+            profile = msgspec.structs.replace(profile, stream=stream)
         exchange = Exchange(request, head, stream=stream, leave=partial(self._client_left, request))
         exchange.model = view.name
         exchange.input_tokens = profile.input_tokens
@@ -503,10 +509,10 @@ class Gateway:
         self._admission.started(grant.request)
         self._recent.granted(grant.request, grant.attempt, grant.replica, grant.waited_s)
         live.granted = True
+        live.waited_s = grant.waited_s
         exchange = live.exchange
         exchange.replica, exchange.attempt = grant.replica, grant.attempt
         exchange.queue_wait_s = time.monotonic() - live.arrived_s
-        self.metrics.of(live.view.name).queue_wait_s.observe(grant.waited_s)
 
     def delivered(self, deliver: Deliver) -> None:
         """The next output of a request."""
@@ -515,6 +521,7 @@ class Gateway:
             return
         if live.first_output_s is None:
             live.first_output_s = time.monotonic()
+            self.metrics.of(live.view.name).queue_wait_s.observe(live.waited_s)
             self._recent.first_output(deliver.request, live.first_output_s)
             self.metrics.of(live.view.name).ttft_s.observe(live.first_output_s - live.arrived_s)
         if deliver.delta.finish_reason is not None:

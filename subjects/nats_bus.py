@@ -10,7 +10,8 @@ from subjects.bus import BusMessage, KvEntry, QueuedTicket, QueueLimits, Stored
 from subjects.errors import BusError, QueueMissing
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
-from subjects.nats_connection import NO_RESPONDERS, Connection, CoreSubscription, Inbound, Replies
+from subjects.nats_client import Inbound
+from subjects.nats_connection import NO_RESPONDERS, Connection, CoreSubscription, Replies
 from subjects.nats_jetstream import EXPECTED_LAST_SEQUENCE, JetStream, kept_stream
 from subjects.nats_kv import KeyValue, KvWatch
 from subjects.nats_queue import NatsPuller, WorkQueue, consumer_config

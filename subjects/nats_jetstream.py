@@ -13,7 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from subjects.errors import BusError, BusUnavailable, NoResponders, QueueFull, QueueMissing, RequestTimeout, WrongRevision
-from subjects.nats_connection import Connection, Headers, Inbound
+from subjects.nats_client import Headers, Inbound
+from subjects.nats_connection import Connection
 
 API: Final = "$JS.API"
 API_TIMEOUT_S: Final = 5.0

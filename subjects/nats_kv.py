@@ -16,7 +16,8 @@ import structlog
 
 from subjects.bus import KvEntry
 from subjects.errors import BusError, QueueMissing, RequestTimeout, WrongRevision, place_of
-from subjects.nats_connection import Connection, Headers, Inbound
+from subjects.nats_client import Headers, Inbound
+from subjects.nats_connection import Connection
 from subjects.nats_jetstream import EXPECTED_LAST_SUBJECT_SEQUENCE, NANOSECONDS, JetStream, kept_stream
 from subjects.tasks import end_tasks
 

@@ -24,7 +24,8 @@ from subjects.bus import (
 from subjects.errors import BusError, BusUnavailable, QueueMissing, RequestTimeout
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
-from subjects.nats_connection import Connection, CoreSubscription, Inbound
+from subjects.nats_client import Inbound
+from subjects.nats_connection import Connection, CoreSubscription
 from subjects.nats_jetstream import API, MESSAGE_MISSING, NANOSECONDS, JetStream, JetStreamRefused
 
 CONSUMERS_MAX: Final = 20_000

@@ -116,7 +116,6 @@ class AgentConfig:
     queue_shards: int = 1
     threads: int = 0
     """CPU threads per replica; 0 is the number of cores this process may use."""
-    frame_window_ms: int = 0
     step_turns: bool | None = None
     """Whether vLLM engines on one device step in turns (``workers.turns``). None: on GPUs; replicas on a CPU have cores of
     their own to run on at the same time."""
@@ -420,7 +419,6 @@ class Agent:
             nats_urls=self._config.nats_urls,
             queue_shards=self._config.queue_shards,
             threads=self._threads,
-            frame_window_ms=self._config.frame_window_ms,
             turns_directory=self._turns_directory(command.device),
         )
         ours, theirs = control_pair()

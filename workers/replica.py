@@ -185,7 +185,6 @@ class Replica:
         self._timer: asyncio.TimerHandle | None = None
         self._wake_s = 0.0
         self._pullers: dict[tuple[SlaClass, Lane], Puller] = {}
-        self._gathered: list[Delta] = []
         self._pool = PoolChanged(weights={})
         self._load = ReportLoad(running=0, slots=0, kv_pages_free=0)
         self._idle_since_s = time.monotonic()
@@ -477,16 +476,7 @@ class Replica:
         self._fail(f"the engine died while it served: {cause}")
 
     def _stepped(self, deltas: Sequence[Delta]) -> None:
-        if self._spec.frame_window_ms <= 0:
-            self._feed(EngineStepped(deltas=tuple(deltas)))
-            return
-        if not self._gathered:
-            asyncio.get_running_loop().call_later(self._spec.frame_window_ms / 1000, self._step_gathered)
-        self._gathered.extend(deltas)
-
-    def _step_gathered(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        self._feed(EngineStepped(deltas=tuple(gathered)))
+        self._feed(EngineStepped(deltas=tuple(deltas)))
 
     # ---- the agent
 

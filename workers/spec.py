@@ -24,7 +24,6 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     queue_shards: int = 1
     threads: int = 1
     """CPU threads the engine may use."""
-    frame_window_ms: int = 0
     """How long deltas may be gathered into one message; 0 sends one message per engine step."""
     turns_directory: str = ""
     """Where engines that share a device take turns (``workers.turns``); empty: each steps when it likes."""

@@ -11,21 +11,20 @@ The gateway is the only judge of who runs what. Three facts carry everything:
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict
 from math import ceil, inf
 from typing import assert_never
 
 from broker.core.agenda import Agenda
 from broker.core.demand import DemandLedger, within_slo
-from broker.core.live_request import QUEUED, TRANSITIONS, LiveRequest, State, Taken
+from broker.core.hands import Hands, Link
+from broker.core.live_request import TRANSITIONS, LiveRequest, State, Taken
 from broker.core.request_events import (
     HELD_EVERY_S,
     HELD_LINGER_S,
     HELD_UNANSWERED_MAX,
     LOSSES_MAX,
     PARK_S,
-    PARK_S_MAX,
     PUBLISH_RETRY_S,
     RECENT_ENDS_MAX,
     RECENT_ENDS_S,
@@ -80,8 +79,6 @@ from subjects.messages import (
     Refusal,
     RefusalReason,
     Resend,
-    Room,
-    SlaClass,
     Ticket,
 )
 
@@ -89,42 +86,6 @@ DEAD_MAX = 4096
 """So many dead incarnations are remembered; the pool's digest goes on naming the recent ones."""
 RETRY_AFTER_S = 5
 """What a refused client is told when the pool has no estimate."""
-
-
-@dataclass(slots=True)
-class _Link:
-    """What this gateway knows of a replica that has, or just had, requests of it. ``running`` keeps the order of grants.
-
-    ``room`` is its latest word, ``hands`` the number of what was handed to it last, and ``unseen`` is what that word does
-    not know of: number, KV pages and prompt tokens of each.
-    """
-
-    running: dict[RequestId, None] = field(default_factory=dict)
-    awaiting_frame: bool = False
-    unanswered: int = 0
-    linger_until_s: float = 0.0
-    hands: int = 0
-    room: Room | None = None
-    spoke_s: float = -inf
-    unseen: deque[tuple[int, int, int]] = field(default_factory=deque)
-
-    def room_is(self, now_s: float, room: Room | None) -> None:
-        """The replica's word, in the order in which it gave it."""
-        self.spoke_s = now_s
-        self.room = room
-        while room is not None and self.unseen and self.unseen[0][0] <= room.hands:
-            self.unseen.popleft()
-
-    def slots_for(self, pages: int) -> int:
-        """How many requests it would take, the first of them with so many pages; 0 when it would not take that one."""
-        room = self.room
-        if room is None or self.unanswered > 1:
-            return 0
-        slots, pages_left, tokens = room.slots - len(self.unseen), room.pages, room.tokens
-        for _, other_pages, other_tokens in self.unseen:
-            pages_left -= other_pages
-            tokens -= other_tokens
-        return slots if pages <= pages_left and tokens > 0 else 0
 
 
 class RequestCore:
@@ -135,14 +96,7 @@ class RequestCore:
         self._continuation_enabled = continuation_enabled
         self._live: dict[RequestId, LiveRequest] = {}
         self._stored: dict[ModelKey, dict[RequestId, None]] = {}
-        self._hands = 0
-        self._queued: dict[ModelHash, int] = {}
-        """How many wait, without those that are parked."""
-        self._parked: dict[tuple[ModelHash, str], dict[RequestId, None]] = {}
-        """By model and class: those that wait here for a replica's next word, in order of arrival."""
-        self._serving: dict[ModelHash, dict[ReplicaId, None]] = {}
-        """Replicas of a model that have a link."""
-        self._links: dict[ReplicaId, _Link] = {}
+        self._hands = Hands()
         self._recent: OrderedDict[RequestId, tuple[float, RefusalReason]] = OrderedDict()
         self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
         self._models: dict[ModelHash, PoolModel] = {}
@@ -172,7 +126,7 @@ class RequestCore:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to do: no request, and no replica that still has to learn that it is not wanted."""
-        return not (self._live or self._links or self._stored or len(self._agenda))
+        return not (self._live or self._hands.links or self._stored or len(self._agenda))
 
     def state_of(self, request: RequestId) -> State | None:
         """The state of a request, or None when it has ended or was never here."""
@@ -241,7 +195,7 @@ class RequestCore:
                 self._end(now_s, live, gone, out)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
                 self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
-            elif live.state is State.PARKED and not self._has_word_for(now_s, live):
+            elif live.state is State.PARKED and not self._hands.waits_in_vain(now_s, live):
                 live.retry_s = now_s + PARK_S
                 self._agenda.set(request, live.due_s())
             elif live.state is State.PARKED:
@@ -283,58 +237,28 @@ class RequestCore:
         model = self._models.get(live.profile.model_hash)
         if model is not None and model.refusal:
             self._end(now_s, live, self._refused_by_pool(model), out)
-        elif live.grant_parts() > 1 or self._queued.get(live.profile.model_hash) or not self._takes_hands(live):
+        elif not self._hands.passes_the_queue(live):
             self._publish(now_s, live, out)
-        elif self._has_parked(live.profile.model_hash) or not self._hand_over(now_s, live, out):
+        elif self._hands.has_parked(live.profile.model_hash) or not self._hand_over(now_s, live, out):
             live.retry_s = now_s + PARK_S
             self._move(now_s, live, State.PARKED)
 
-    def _takes_hands(self, live: LiveRequest) -> bool:
-        return any(self._links[replica].room is not None for replica in self._serving.get(live.profile.model_hash, ()))
-
-    def _has_word_for(self, now_s: float, live: LiveRequest) -> bool:
-        """Whether a replica has spoken since it was parked, so that none has room, or it was parked for too long."""
-        if now_s - live.waits_since_s >= PARK_S_MAX:
-            return True
-        serving = self._serving.get(live.profile.model_hash)
-        return not serving or any(self._links[replica].spoke_s > live.waits_since_s for replica in serving)
-
-    def _has_parked(self, model: ModelHash) -> bool:
-        return any((model, sla_class._value_) in self._parked for sla_class in SlaClass)
-
-    def _hand_parked(self, now_s: float, model: ModelHash, out: list[RequestCommand]) -> None:
-        """After a replica's word: the highest class first, of a class the oldest; as many as there is room for."""
-        if self._queued.get(model):
-            return
-        for sla_class in SlaClass:
-            for request in list(self._parked.get((model, sla_class._value_), ())):
-                if not self._hand_over(now_s, self._live[request], out):
-                    return
-
     def _hand_over(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> bool:
         """Gives a request to the replica with the most room, if there is one."""
-        model, pages = live.profile.model_hash, live.profile.kv_pages_needed
-        most, replica = 0, None
-        for candidate in self._serving.get(model, ()):
-            slots = self._links[candidate].slots_for(pages)
-            if slots > most:
-                most, replica = slots, candidate
+        replica = self._hands.pick(live)
         grant = live.grant(0) if replica is not None else None
         if replica is None or grant is None:
             return False
         waited_s = now_s - live.waits_since_s
-        link = self._links[replica]
-        self._hands += 1
-        link.hands = self._hands
-        link.unseen.append((link.hands, pages, live.profile.input_tokens))
-        hand = Hand(number=link.hands, ingress=self._ingress, profile=live.profile, grant=grant)
+        number = self._hands.book(replica, live)
         self._hold(now_s, live, replica)
+        hand = Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
         out += (HandOver(replica, hand), RecordGrant(live.request, live.attempt, replica, waited_s))
         return True
 
     def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand]) -> None:
         """It was handed over and never begun: no loss, and what it is told to next is the queue."""
-        if live.holder is not None and (link := self._links.get(live.holder)) is not None:
+        if live.holder is not None and (link := self._hands.links.get(live.holder)) is not None:
             link.room = None
         if not live.sent_in_attempt:
             self._restart(now_s, live, why, out, handed=True)
@@ -412,9 +336,8 @@ class RequestCore:
         if live.state is State.RUNNING:
             return [answer]
         waited_s = now_s - live.waits_since_s
-        link = self._hold(now_s, live, claim.replica)
-        link.unanswered = 0  # A claim shows as well as a frame that somebody is there.
-        link.awaiting_frame = False
+        self._hold(now_s, live, claim.replica)
+        self._hands.links[claim.replica].heard()
         return [answer, RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
 
     def _verdict(self, now_s: float, claim: Claim) -> RefusalReason | tuple[LiveRequest, ClaimReply]:
@@ -432,26 +355,23 @@ class RequestCore:
             return RefusalReason.UNKNOWN
         return live, grant
 
-    def _hold(self, now_s: float, live: LiveRequest, replica: ReplicaId) -> _Link:
+    def _hold(self, now_s: float, live: LiveRequest, replica: ReplicaId) -> None:
         live.holder = replica
         live.stored = None
         live.retry_s = inf
         self._move(now_s, live, State.RUNNING)
-        link = self._link(now_s, replica)
-        link.running[live.request] = None
-        self._serving.setdefault(live.profile.model_hash, {})[replica] = None
-        return link
+        self._link(now_s, replica).running[live.request] = None
+        self._hands.serves(replica, live.profile.model_hash)
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
     def _take_frames(self, now_s: float, frames: Frames, out: list[RequestCommand]) -> None:
-        link = self._links.get(frames.replica)
+        link = self._hands.links.get(frames.replica)
         if link is None:
             # It holds something that we gave up while it was out of reach: ``Held`` tells it that nothing is wanted.
             link = self._link(now_s, frames.replica)
             link.linger_until_s = now_s + HELD_LINGER_S
-        link.unanswered = 0
-        link.awaiting_frame = False
+        link.heard()
         link.room_is(now_s, frames.room)
         unwanted: dict[tuple[RequestId, int], None] = {}
         for delta in frames.deltas:
@@ -468,10 +388,10 @@ class RequestCore:
                 self._not_handed(now_s, live, "its replica had no room", out)
             elif live is not None:
                 self._lose(now_s, live, "its replica does not have it", out)
-        if frames.room is not None and self._parked:
-            for model, serving in self._serving.items():
-                if frames.replica in serving:
-                    self._hand_parked(now_s, model, out)
+        for model in self._hands.models_of(frames.replica) if frames.room is not None and self._hands.any_parked else ():
+            for request in self._hands.parked(model):
+                if not self._hand_over(now_s, self._live[request], out):
+                    break
         for request, attempt in unwanted:
             out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
             link.linger_until_s = now_s + HELD_LINGER_S
@@ -548,7 +468,10 @@ class RequestCore:
         handed: bool = False,
     ) -> None:
         self._let_go(now_s, live)
+        waits_since_s = live.waits_since_s
         live.begin_attempt(now_s)
+        if handed:
+            live.waits_since_s = waits_since_s  # it has waited all the time
         out.append(RecordRestart(live.request, live.attempt, why, handed))
         if now_s >= live.wait_until_s:
             self._end(now_s, live, self._no_capacity(live, why), out)
@@ -560,7 +483,7 @@ class RequestCore:
 
     def _let_go(self, now_s: float, live: LiveRequest) -> None:
         """The holder does not have it any more as far as we are concerned; it goes on hearing ``Held`` for a while."""
-        if live.holder is not None and (link := self._links.get(live.holder)) is not None:
+        if live.holder is not None and (link := self._hands.links.get(live.holder)) is not None:
             link.running.pop(live.request, None)
             link.linger_until_s = now_s + HELD_LINGER_S
 
@@ -630,54 +553,39 @@ class RequestCore:
                 self._end(now_s, live, self._refused_by_pool(self._models[live.profile.model_hash]), out)
 
     def _bury(self, now_s: float, replica: ReplicaId, out: list[RequestCommand]) -> None:
-        link = self._forget_link(replica)
+        link = self._hands.forget(replica)
         for request in list(link.running) if link is not None else ():
             self._lose(now_s, self._live[request], "its replica died", out)
-        if not self._links:
+        if not self._hands.links:
             self._held_due_s = inf
 
-    def _forget_link(self, replica: ReplicaId) -> _Link | None:
-        for model, serving in list(self._serving.items()):
-            serving.pop(replica, None)
-            if not serving:
-                del self._serving[model]
-        return self._links.pop(replica, None)
-
-    def _link(self, now_s: float, replica: ReplicaId) -> _Link:
-        link = self._links.get(replica)
-        if link is None:
-            link = self._links[replica] = _Link()
-            if self._held_due_s == inf:
-                self._held_due_s = now_s + HELD_EVERY_S
-        return link
+    def _link(self, now_s: float, replica: ReplicaId) -> Link:
+        if self._held_due_s == inf:
+            self._held_due_s = now_s + HELD_EVERY_S
+        return self._hands.link(replica)
 
     def _send_held(self, now_s: float, out: list[RequestCommand]) -> None:
         """One beat to all. Silence is counted per beat, and only while our own way to the bus is known to work."""
         bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S and now_s >= self._silence_counts_from_s
-        for replica, link in list(self._links.items()):
+        for replica, link in list(self._hands.links.items()):
             if link.awaiting_frame and bus_works:
                 link.unanswered += 1
             silent = link.unanswered >= HELD_UNANSWERED_MAX
             for request in list(link.running) if silent else ():
                 self._lose(now_s, self._live[request], "its replica fell silent", out)
             if not link.running and now_s >= link.linger_until_s and (silent or not link.awaiting_frame):
-                self._forget_link(replica)
+                self._hands.forget(replica)
                 continue
             self._held_sent += 1
             entries = tuple(self._held_entry(self._live[request]) for request in link.running)
             held = Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
             out.append(SendBack(replica, held))
             link.awaiting_frame = True
-        self._held_due_s = now_s + HELD_EVERY_S if self._links else inf
+        self._held_due_s = now_s + HELD_EVERY_S if self._hands.links else inf
 
     @staticmethod
     def _held_entry(live: LiveRequest) -> HeldEntry:
         return HeldEntry(request=live.request, attempt=live.attempt, next_indexes=live.next_indexes())
-
-    def _count_queued(self, model: ModelHash, change: int) -> None:
-        count = self._queued.pop(model, 0) + change
-        if count:
-            self._queued[model] = count
 
     def _move(self, now_s: float, live: LiveRequest, state: State | None) -> None:
         """The only place where a state changes; keeps the views and the agenda in step with it."""
@@ -692,15 +600,7 @@ class RequestCore:
                 del self._stored[key]
         if state is State.STORED:
             self._stored.setdefault(key, {})[live.request] = None
-        if live.state is State.PARKED:
-            parked = self._parked[live.parks_as]
-            del parked[live.request]
-            if not parked:
-                del self._parked[live.parks_as]
-        if state is State.PARKED:
-            self._parked.setdefault(live.parks_as, {})[live.request] = None
-        if (state in QUEUED) != (live.state in QUEUED):
-            self._count_queued(live.profile.model_hash, 1 if state in QUEUED else -1)
+        self._hands.moved(live, state)
         if waits and not was_waiting:
             self._demand.waits(live.queued_as, live.request, now_s)
         elif was_waiting and not waits:

@@ -18,7 +18,7 @@ from subjects.errors import BusError, BusUnavailable, RequestTimeout
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
 from subjects.nats_bus import NatsBus
-from subjects.nats_connection import _Client
+from subjects.nats_client import NatsClient
 from subjects.tasks import end_tasks
 from tests.servers import NatsServer
 from tests.waiting import until
@@ -234,7 +234,7 @@ async def test_a_subject_cannot_smuggle_a_command(nats_server: NatsServer, conne
 @example([(b"c", b"", b"MSG a 1 2\r\n", False), (b"c", b"r.1", b"\r\n", True)], [1] * 200)
 def test_messages_are_the_same_however_they_are_cut(sent: list[tuple[bytes, bytes, bytes, bool]], cuts: list[int]) -> None:
     """The short way through what was read and nats-py's own take turns at any byte."""
-    client = _Client()
+    client = NatsClient()
     heard: list[tuple[str, str, bytes, str]] = []
     client.handlers[7] = lambda m: heard.append((m.subject, m.reply, m.payload, (m.headers or {}).get("k", "")))
     stream = b""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from subjects.ids import IngressId, RequestId
@@ -134,6 +136,28 @@ def test_no_room_is_told_of_while_tickets_may_be_waiting() -> None:
     assert replica.core._planner.slots_nobody_waits_for(1) == 0
 
 
+def test_hands_do_not_overtake_a_lane_that_has_aged() -> None:
+    """While a large request has waited for too long, its pages are kept for it: no room is told of, and a gateway that does
+    not know yet is refused (DESIGN 52)."""
+    replica = Replica(slots=64, kv_pages=1000)
+    replica(hand("small-0", number=1, pages=500))
+    replica(e.PoolChanged(weights={}, waiting=((SlaClass.SILVER, Lane.LARGE),)))
+    for number in range(2, 8):
+        lines = replica(hand(f"small-{number}", number=number, pages=10), after_s=1.0)
+        expected = f"start small-{number}.1" if number < 7 else f"frames full for small-{number}.1"
+        assert expected in lines, (number, lines)
+    told = room_told(replica)
+    assert told is not None and told.slots == 0
+
+
+def test_what_closes_before_the_end_is_not_gathered() -> None:
+    """A finish reason is never lost among what follows it."""
+    replica = Replica()
+    replica(hand(stream=False))
+    replica(e.EngineStepped((delta(0),)))
+    assert replica(e.EngineStepped((delta(1, finish_reason="stop"),))) == ["frames gw-1.1:0+1 gw-1.1:1+1"]
+
+
 def test_what_nobody_streams_is_sent_in_few_pieces() -> None:
     """Its first tokens after 20 ms, the others at its end or every 100 ms, with the boundaries of those from then on."""
     replica = Replica()
@@ -220,12 +244,13 @@ def test_a_replica_with_more_requests_than_slots_takes_no_hand() -> None:
     assert replica.core.held == 3
 
 
-def test_a_pause_wakes_only_a_replica_that_pulls() -> None:
-    """Refused pulls are tried again after a pause, but not by one that drains."""
+@pytest.mark.parametrize("closing", [e.DrainStarted(deadline_s=inf), e.PoolChanged(weights={}, closed=True)])
+def test_a_pause_wakes_only_a_replica_that_pulls(closing: e.ReplicaEvent) -> None:
+    """Refused pulls are tried again after a pause, but not by one that drains or is closed."""
     replica = Replica()
     for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
         if queue.outstanding:
             replica(e.PullExpired(sla_class, lane, queue.outstanding))
     assert replica.core.next_wake_s == 0.25
-    replica(e.DrainStarted(deadline_s=60.0))
+    replica(closing)
     assert replica.core.next_wake_s is None

@@ -358,16 +358,6 @@ async def test_concurrency_can_be_lowered(stage: Stage) -> None:
     assert most == 1
 
 
-async def test_frames_can_be_gathered(stage: Stage) -> None:
-    """With a frame window many steps share one message."""
-    record = simulated_record(step_const_s=0.001)
-    gateway, _ = await stage.gateway(record), await stage.replica(record, frame_window_ms=50)
-    request, answer = await gateway.submit(tokens=200)
-    await until(lambda: answer.end is not None)
-    assert answer.text == expected_answer(request, 200)
-    assert sum(bool(frames.deltas) for frames in gateway.frames) < 100
-
-
 async def test_pings_are_answered_while_the_engine_loads(stage: Stage) -> None:
     """The event loop runs during a load, and the replica is not ready before its engine is (F3)."""
     record = simulated_record(load_s=1.0)

@@ -133,9 +133,10 @@ class HeldRequest:
         self.begun = True
 
     def gathers(self, delta: Delta) -> bool:
-        """Whether ``delta`` can wait and be sent as one with what follows: of one choice that nobody streams, and of nothing
-        but text."""
-        return len(self.next_indexes) == 1 and not (self.profile.stream or delta.detail or delta.failure)
+        """Whether ``delta`` can wait and be sent as one with what follows: of one choice that nobody streams, of nothing but
+        text, and not its end before that of the request."""
+        closes = delta.finish_reason is not None and not delta.end
+        return len(self.next_indexes) == 1 and not (self.profile.stream or delta.detail or delta.failure or closes)
 
     def take_gathered(self) -> Delta | None:
         """What was gathered, as one delta; None when nothing was."""

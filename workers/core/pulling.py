@@ -79,6 +79,8 @@ class PullPlanner:
         self._waiting: frozenset[tuple[SlaClass, Lane]] | None = None
         self._paused_until_s = -inf
         self._longest_pages = 0
+        self.aged_pages = 0
+        """The ceiling of the largest lane that has not fitted for too long: nothing smaller may be taken."""
         self._planned_for: tuple[int, int] | None = None
         """The room of the last plan while nothing else changed: the same room would give no new pulls."""
 
@@ -103,11 +105,14 @@ class PullPlanner:
         return sum(queue.outstanding for queue in self._queues.values())
 
     def slots_nobody_waits_for(self, free_slots: int) -> int:
-        """Of the free slots, those for which no ticket can be on its way: pulls are open and bring nothing.
+        """Of the free slots, those for which no ticket can be on its way: pulls are open and bring nothing, and no larger
+        lane waits for the pages of all others to come free.
 
         A queue whose last pull brought a ticket and that has none open may hold more. Some slots may be promised twice, so
         that a pool in which requests come one by one gets from pulls to hands.
         """
+        if self.aged_pages:
+            return 0
         promised = 0
         for queue in self._queues.values():
             if queue.window and not queue.outstanding:
@@ -170,8 +175,8 @@ class PullPlanner:
             return []
         self._planned_for = (free_slots, free_pages)
         free_pages -= sum(q.outstanding * q.ceiling_pages for q in self._queues.values() if q.window)
-        ageing_pages = self._note_ageing(now_s, free_pages)
-        fitting = [q for q in self._queues.values() if ageing_pages <= q.ceiling_pages <= free_pages]
+        self.aged_pages = self._note_ageing(now_s, free_pages)
+        fitting = [q for q in self._queues.values() if self.aged_pages <= q.ceiling_pages <= free_pages]
         credits: dict[tuple[SlaClass, Lane], int] = {}
         self._share_slots([q for q in fitting if q.window], free_slots, free_pages, credits)
         pulls = [self._pull(now_s, self._queues[key], count, PULL_EXPIRES_S) for key, count in credits.items()]

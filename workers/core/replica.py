@@ -127,7 +127,7 @@ class ReplicaCore:
     @property
     def next_wake_s(self) -> float | None:
         """When a ``Ticked`` is due, or None when nothing is."""
-        pulling_s = self._planner.next_wake_s(pulling=self._serving and not self._draining)
+        pulling_s = self._planner.next_wake_s(pulling=self._serving and not self._draining and not self._closed)
         drain_s = self._drain_deadline_s if self._draining and not self._drained else inf
         due_s = min(self._beat_due_s, self._gather_due_s, pulling_s, drain_s)
         return None if due_s == inf else due_s
@@ -271,6 +271,7 @@ class ReplicaCore:
         if key in self._requests:
             return
         room = room_for(self._slots - self._active, self._kv_pages - self._pages_held, pages, self._backlog_tokens)
+        room = room and pages >= self._planner.aged_pages
         if not room or not self._serving or self._draining or self._closed or key in self._ended:
             self._remember(now_s, key)
             gone = Gone(request=grant.request, attempt=grant.attempt, full=True)

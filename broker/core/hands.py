@@ -1,0 +1,174 @@
+"""Which requests go straight to a replica, without ticket and claim (ops/decisions/0026).
+
+A replica says with its frames what it would take of this gateway at once. As long as nobody of the model waits in the queue,
+a new request is handed to the replica with the most room; where there is none for a moment, it is parked here until the next
+word. Whoever finds no room so goes to the queue, and then so do all that come after it, until the queue is empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from broker.core.live_request import QUEUED, LiveRequest, State
+from broker.core.request_events import PARK_S_MAX
+from subjects.ids import ModelHash, ReplicaId, RequestId
+from subjects.messages import Room, SlaClass
+
+SILENT_HELD_MAX = 1
+"""After more ``Held`` without a frame a replica is handed nothing more."""
+
+
+@dataclass(slots=True)
+class Link:
+    """What this gateway knows of a replica that has, or just had, requests of it. ``running`` keeps the order of grants.
+
+    ``room`` is its latest word, ``hands`` the number of what was handed to it last, and ``unseen`` is what that word does
+    not know of: number, KV pages and prompt tokens of each.
+    """
+
+    running: dict[RequestId, None] = field(default_factory=dict)
+    awaiting_frame: bool = False
+    unanswered: int = 0
+    linger_until_s: float = 0.0
+    hands: int = 0
+    room: Room | None = None
+    spoke_s: float = -inf
+    unseen: deque[tuple[int, int, int]] = field(default_factory=deque)
+
+    def heard(self) -> None:
+        """A frame or a claim came from it."""
+        self.unanswered = 0
+        self.awaiting_frame = False
+
+    def room_is(self, now_s: float, room: Room | None) -> None:
+        """The replica's word, in the order in which it gave it."""
+        self.spoke_s = now_s
+        self.room = room
+        while room is not None and self.unseen and self.unseen[0][0] <= room.hands:
+            self.unseen.popleft()
+
+    @property
+    def takes_hands(self) -> bool:
+        """Whether it can be handed requests at all; whether it has room for one is another matter."""
+        return self.room is not None and self.unanswered <= SILENT_HELD_MAX
+
+    def slots_for(self, pages: int) -> int:
+        """How many requests it would take, the first of them with so many pages; 0 when it would not take that one."""
+        room = self.room
+        if room is None or self.unanswered > SILENT_HELD_MAX:
+            return 0
+        slots, pages_left, tokens = room.slots - len(self.unseen), room.pages, room.tokens
+        for _, other_pages, other_tokens in self.unseen:
+            pages_left -= other_pages
+            tokens -= other_tokens
+        return slots if pages <= pages_left and tokens > 0 else 0
+
+
+class Hands:
+    """The links of one gateway, and who may be handed to which of them."""
+
+    def __init__(self) -> None:
+        self.links: dict[ReplicaId, Link] = {}
+        self._serving: dict[ModelHash, dict[ReplicaId, Link]] = {}
+        self._queued: dict[ModelHash, int] = {}
+        self._parked: dict[tuple[ModelHash, str], dict[RequestId, None]] = {}
+        """By model and class, in order of arrival."""
+        self._handed = 0
+
+    # ---------------------------------------------------------------------------------------------------------- links
+
+    def link(self, replica: ReplicaId) -> Link:
+        """Its link, a new one if need be."""
+        found = self.links.get(replica)
+        if found is None:
+            found = self.links[replica] = Link()
+        return found
+
+    def serves(self, replica: ReplicaId, model: ModelHash) -> None:
+        """It got a request of this model."""
+        self._serving.setdefault(model, {})[replica] = self.link(replica)
+
+    def models_of(self, replica: ReplicaId) -> list[ModelHash]:
+        """What it is known to serve: one model, as replicas are."""
+        return [model for model, serving in self._serving.items() if replica in serving]
+
+    def forget(self, replica: ReplicaId) -> Link | None:
+        """It is dead, or has nothing of ours any more."""
+        for model in self.models_of(replica):
+            del self._serving[model][replica]
+            if not self._serving[model]:
+                del self._serving[model]
+        return self.links.pop(replica, None)
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def moved(self, live: LiveRequest, state: State | None) -> None:
+        """A request is about to change its state."""
+        model = live.profile.model_hash
+        change = (state in QUEUED) - (live.state in QUEUED)
+        if change:
+            count = self._queued.pop(model, 0) + change
+            if count:
+                self._queued[model] = count
+        if live.state is State.PARKED:
+            parked = self._parked[live.parks_as]
+            del parked[live.request]
+            if not parked:
+                del self._parked[live.parks_as]
+        if state is State.PARKED:
+            self._parked.setdefault(live.parks_as, {})[live.request] = None
+
+    def passes_the_queue(self, live: LiveRequest) -> bool:
+        """Whether it may be handed over now or in a moment: nobody waits in the queue, one message holds it whole, and a
+        replica takes hands."""
+        model = live.profile.model_hash
+        return (
+            not self._queued.get(model)
+            and live.grant_parts() == 1
+            and any(link.takes_hands for link in self._serving.get(model, {}).values())
+        )
+
+    def pick(self, live: LiveRequest) -> ReplicaId | None:
+        """The replica with the most room for it; of equals the one known first."""
+        pages = live.profile.kv_pages_needed
+        most, picked = 0, None
+        for replica, link in self._serving.get(live.profile.model_hash, {}).items():
+            slots = link.slots_for(pages)
+            if slots > most:
+                most, picked = slots, replica
+        return picked
+
+    def book(self, replica: ReplicaId, live: LiveRequest) -> int:
+        """Counts what is handed to a replica against its room; returns the number of the hand."""
+        self._handed += 1
+        link = self.links[replica]
+        link.hands = self._handed
+        link.unseen.append((self._handed, live.profile.kv_pages_needed, live.profile.input_tokens))
+        return self._handed
+
+    # --------------------------------------------------------------------------------------------------------- parked
+
+    @property
+    def any_parked(self) -> bool:
+        """Whether a request of any model is parked."""
+        return bool(self._parked)
+
+    def has_parked(self, model: ModelHash) -> bool:
+        """Whether one would be overtaken."""
+        return bool(self._parked) and any((model, sla_class._value_) in self._parked for sla_class in SlaClass)
+
+    def parked(self, model: ModelHash) -> Iterator[RequestId]:
+        """Who goes first when there is room: the highest class, of a class the oldest. Nobody before those in the queue."""
+        for sla_class in SlaClass if not self._queued.get(model) else ():
+            yield from list(self._parked.get((model, sla_class._value_), ()))
+
+    def waits_in_vain(self, now_s: float, live: LiveRequest) -> bool:
+        """Whether a parked request should go to the queue: a replica has spoken since and there was no room, none is left to
+        speak, or it was parked for too long."""
+        serving = self._serving.get(live.profile.model_hash)
+        if not serving or now_s - live.waits_since_s >= PARK_S_MAX:
+            return True
+        return any(link.spoke_s > live.waits_since_s for link in serving.values())
