@@ -6,6 +6,7 @@ here tells that apart, once for all of them and the same for streams and whole a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,6 +32,7 @@ class Part:
     """One part, as far as it has come. ``texts`` of a call are its arguments, JSON in pieces."""
 
     index: int
+    """Its place in the row; -1 until it opens."""
     kind: Kind
     name: str = ""
     call_id: str = ""
@@ -73,7 +75,9 @@ Change = Opened | Grew | Closed
 class AnswerParts:
     """Tells the parts of one choice apart. One part is open at a time.
 
-    Text that comes while a call is open waits for the call's end: some models write white space between the arguments.
+    What else comes while a call is open waits for the call's end: some models write white space between the arguments, and
+    some engines write several calls at once, a piece of each in turn. A call ends where its arguments are a whole JSON
+    object and another call or reasoning is next, or with the answer.
     """
 
     def __init__(self, request: str) -> None:
@@ -84,7 +88,10 @@ class AnswerParts:
         self.stop_reason: str | int | None = None
         self._open: Part | None = None
         self._calls: dict[int, Part] = {}
-        self._waiting: list[str] = []
+        self._waiting: list[tuple[Kind, str]] = []
+        """What was written while a call is open."""
+        self._held: list[Part] = []
+        """Calls that began while another is open, with what has come of them."""
         self._logprobs: list[Any] = []
 
     @property
@@ -103,10 +110,13 @@ class AnswerParts:
                 self._keep_logprobs(detail)
                 reasoning = detail.get("reasoning") or detail.get("reasoning_content")
                 if isinstance(reasoning, str):
-                    self._write(changes, Kind.REASONING, reasoning)
+                    if self._call_is_open() and not _is_whole(self._open):
+                        self._waiting.append((Kind.REASONING, reasoning))
+                    else:
+                        self._write(changes, Kind.REASONING, reasoning)
             if delta.text:
-                if self._open is not None and self._open.kind is Kind.CALL:
-                    self._waiting.append(delta.text)
+                if self._call_is_open():
+                    self._waiting.append((Kind.TEXT, delta.text))
                 else:
                     self._write(changes, Kind.TEXT, delta.text)
             calls = detail.get("tool_calls")
@@ -121,6 +131,9 @@ class AnswerParts:
         """What the end of the answer changes."""
         changes: list[Change] = []
         self._close(changes)
+        while self._held:
+            self._begin_held(changes)
+            self._close(changes)
         return changes
 
     def _keep_logprobs(self, detail: dict[str, Any]) -> None:
@@ -148,16 +161,34 @@ class AnswerParts:
         function = piece.get("function")
         function = function if isinstance(function, dict) else {}
         name, arguments = function.get("name"), function.get("arguments")
+        arguments = arguments if isinstance(arguments, str) else ""
         part = self._calls.get(place)
         if part is None:
-            self._close(changes)
             given = piece.get("id")
             call_id = given if isinstance(given, str) and given else f"call_{self._request}_{place}"
-            part = Part(len(self.parts), Kind.CALL, name if isinstance(name, str) else "", call_id)
-            self._calls[place] = self._begin(changes, part)
-        if isinstance(arguments, str) and arguments:
+            part = self._calls[place] = Part(-1, Kind.CALL, name if isinstance(name, str) else "", call_id)
+            self._held.append(part)
+        if not arguments:
+            pass
+        elif part is self._open:
             part.texts.append(arguments)
             changes.append(Grew(part, arguments))
+        elif part.index < 0:
+            part.texts.append(arguments)
+        # Else it is closed, since it was whole: nothing but white space can follow.
+        while self._held and (not self._call_is_open() or _is_whole(self._open)):
+            self._close(changes)
+            self._begin_held(changes)
+
+    def _call_is_open(self) -> bool:
+        return self._open is not None and self._open.kind is Kind.CALL
+
+    def _begin_held(self, changes: list[Change]) -> None:
+        part = self._held.pop(0)
+        part.index = len(self.parts)
+        self._begin(changes, part)
+        if part.texts:
+            changes.append(Grew(part, part.text))
 
     def _begin(self, changes: list[Change], part: Part) -> Part:
         self.parts.append(part)
@@ -170,10 +201,20 @@ class AnswerParts:
         if part is not None:
             changes.append(Closed(part))
         if self._waiting:
-            text = "".join(self._waiting)
-            self._waiting.clear()
-            self._write(changes, Kind.TEXT, text)
+            waiting, self._waiting = self._waiting, []
+            for kind, texts in itertools.groupby(waiting, key=lambda one: one[0]):
+                self._write(changes, kind, "".join(text for _, text in texts))
             self._close(changes)
+
+
+def _is_whole(call: Part | None) -> bool:
+    """Whether the arguments are a JSON object to its end."""
+    if call is None or not next((text for text in reversed(call.texts) if text.strip()), "").rstrip().endswith("}"):
+        return False
+    try:
+        return isinstance(_decode(call.text), dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False
 
 
 def _detail(raw: bytes) -> dict[str, Any]:

@@ -82,11 +82,64 @@ def test_text_waits_while_a_call_is_open() -> None:
     assert told(parts.end()) == [("Closed", 0, ""), ("Opened", 1, ""), ("Grew", 1, "\n"), ("Closed", 1, "")]
 
 
-def test_a_late_piece_of_a_call_is_kept() -> None:
-    """Should an engine go back to a call that was left, its arguments are still whole."""
+def test_pieces_of_several_calls_in_turn() -> None:
+    """A call that began while another is open waits until that one is whole: its client has been told of no other."""
     parts = AnswerParts("r")
-    parts.add([delta(tool_calls=[call(0, "[", id="a", name="f"), call(1, "{}", id="b", name="g"), call(0, "]")])])
-    assert [part.text for part in parts.parts] == ["[]", "{}"]
+    first = [delta(tool_calls=[call(0, '{"a":', id="a", name="f"), call(1, '{"b":{', id="b", name="g")]), delta(" ")]
+    assert told(parts.add(first)) == [("Opened", 0, ""), ("Grew", 0, '{"a":')]
+    assert told(parts.add([delta(tool_calls=[call(1, "}"), call(0, "1}")])])) == [
+        ("Grew", 0, "1}"),
+        ("Closed", 0, ""),
+        ("Opened", 1, ""),
+        ("Grew", 1, " "),
+        ("Closed", 1, ""),
+        ("Opened", 2, ""),
+        ("Grew", 2, '{"b":{}'),
+    ]
+    assert told(parts.add([delta(tool_calls=[call(0, "\n"), call(1, "}")])])) == [("Grew", 2, "}")]
+    assert told(parts.end()) == [("Closed", 2, "")]
+    assert [(part.call_id, part.name, part.text) for part in parts.calls] == [("a", "f", '{"a":1}'), ("b", "g", '{"b":{}}')]
+
+
+def test_calls_one_after_the_other_do_not_wait() -> None:
+    """The end of the arguments is the end of a call: the next one's are told as they come, and so is reasoning."""
+    parts = AnswerParts("r")
+    parts.add([delta(tool_calls=[call(0, '{"a"', name="f")]), delta(tool_calls=[call(0, ": {}}\n")])])
+    assert told(parts.add([delta(tool_calls=[call(1, '{"b"', name="g")])])) == [
+        ("Closed", 0, ""),
+        ("Opened", 1, ""),
+        ("Grew", 1, '{"b"'),
+    ]
+    assert told(parts.add([delta(tool_calls=[call(1, ":1}")]), delta(reasoning="so")]))[1:] == [
+        ("Closed", 1, ""),
+        ("Opened", 2, ""),
+        ("Grew", 2, "so"),
+    ]
+
+
+def test_reasoning_waits_while_a_call_is_not_whole() -> None:
+    """As text does: a piece of the call that comes after it finds the call open."""
+    parts = AnswerParts("r")
+    first = [delta(tool_calls=[call(0, "{", name="f")]), delta("x", reasoning="so"), delta(tool_calls=[call(0, "}")])]
+    assert told(parts.add(first)) == [("Opened", 0, ""), ("Grew", 0, "{"), ("Grew", 0, "}")]
+    assert told(parts.end()) == [
+        ("Closed", 0, ""),
+        ("Opened", 1, ""),
+        ("Grew", 1, "so"),
+        ("Closed", 1, ""),
+        ("Opened", 2, ""),
+        ("Grew", 2, "x"),
+        ("Closed", 2, ""),
+    ]
+
+
+def test_calls_that_never_are_whole_come_with_the_end() -> None:
+    """Nothing is lost, in the order in which they began."""
+    parts = AnswerParts("r")
+    parts.add([delta(tool_calls=[call(0, "[", name="f"), call(1, "", name="g"), call(2, "{}", name="h"), call(0, "]")])])
+    changes = parts.end()
+    assert [part.text for part in parts.parts] == ["[]", "", "{}"]
+    assert told(changes)[-3:] == [("Opened", 2, ""), ("Grew", 2, "{}"), ("Closed", 2, "")]
 
 
 def test_log_probabilities_go_with_the_next_text() -> None:
@@ -113,29 +166,39 @@ def test_what_an_engine_left_out_is_made_up() -> None:
     assert [(part.text, part.call_id) for part in parts.parts] == [("x", ""), ("{}", "call_r_0")]
 
 
+ARGUMENTS = st.sampled_from(["", " ", "{", "}", "{}", '{"a":', "1", "[", "{x}"])
 PIECES = st.one_of(
     st.text(max_size=3).map(lambda text: delta(text)),
     st.text(max_size=3).map(lambda text: delta(reasoning=text)),
-    st.tuples(st.integers(0, 2), st.text(max_size=3)).map(lambda it: delta(tool_calls=[call(*it, name="f")])),
+    st.tuples(st.integers(0, 2), ARGUMENTS).map(lambda it: delta(tool_calls=[call(*it, name="f")])),
 )
 
 
 @settings(deadline=None)
 @given(st.lists(PIECES, max_size=12))
 def test_one_part_is_open_at_a_time_and_nothing_is_lost(deltas: list[Delta]) -> None:
-    """Whatever comes: parts open in order, each once and closed once, and hold all texts of their kind in order."""
+    """Whatever comes: parts open in order, each once and closed once, grow while open, and hold all texts of their kind."""
     parts = AnswerParts("r")
     changes = [change for one in deltas for change in parts.add([one])] + parts.end()
     opened = [one.part.index for one in changes if isinstance(one, Opened)]
     assert opened == [one.part.index for one in changes if isinstance(one, Closed)] == list(range(len(parts.parts)))
-    depth = 0
+    now_open: int | None = None
     for one in changes:
-        depth += isinstance(one, Opened) - isinstance(one, Closed)
-        assert 0 <= depth <= 1
+        assert now_open == (None if isinstance(one, Opened) else one.part.index)
+        now_open = None if isinstance(one, Closed) else one.part.index
     for kind, key in ((Kind.TEXT, ""), (Kind.REASONING, "reasoning")):
-        given_ = [one.text if not key else json.loads(one.detail or b"{}").get(key, "") for one in deltas]
+        given_ = [one.text if not key else json.loads(got.detail or b"{}").get(key, "") for one in deltas]
         assert "".join(part.text for part in parts.parts if part.kind is kind) == "".join(given_)
     assert all(
         part.text == "".join(one.text for one in changes if isinstance(one, Grew) and one.part is part)
         for part in parts.parts
     )
+    came: dict[int, str] = {}
+    for got in deltas:
+        for piece in json.loads(got.detail or b"{}").get("tool_calls", ()):
+            came[piece["index"]] = came.get(piece["index"], "") + piece["function"]["arguments"]
+    calls = {int(part.call_id.removeprefix("call_r_")): part.text for part in parts.calls}
+    assert list(calls) == list(came)
+    for place, text in calls.items():
+        assert came[place].startswith(text)
+        assert came[place] == text or isinstance(json.loads(text), dict), "only what follows a whole object may be left out"
