@@ -187,7 +187,7 @@ def test_one_part_is_open_at_a_time_and_nothing_is_lost(deltas: list[Delta]) -> 
         assert now_open == (None if isinstance(one, Opened) else one.part.index)
         now_open = None if isinstance(one, Closed) else one.part.index
     for kind, key in ((Kind.TEXT, ""), (Kind.REASONING, "reasoning")):
-        given_ = [one.text if not key else json.loads(got.detail or b"{}").get(key, "") for one in deltas]
+        given_ = [one.text if not key else json.loads(one.detail or b"{}").get(key, "") for one in deltas]
         assert "".join(part.text for part in parts.parts if part.kind is kind) == "".join(given_)
     assert all(
         part.text == "".join(one.text for one in changes if isinstance(one, Grew) and one.part is part)
