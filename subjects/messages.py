@@ -183,6 +183,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     replica: ReplicaId
     part: int = 0
+    adapters: bool = False
+    """Whether it heeds the adapter of a grant. An older replica would answer with the base's weights: it is granted none."""
 
 
 class RefusalReason(Enum):

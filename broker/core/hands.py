@@ -36,6 +36,8 @@ class Link:
     hands: int = 0
     room: Room | None = None
     spoke_s: float = -inf
+    adapters: bool = False
+    """Whether its last claim said that it heeds the adapter of a grant."""
     unseen: deque[tuple[int, int, int]] = field(default_factory=deque)
 
     def heard(self) -> None:
@@ -50,10 +52,9 @@ class Link:
         while room is not None and self.unseen and self.unseen[0][0] <= room.hands:
             self.unseen.popleft()
 
-    @property
-    def takes_hands(self) -> bool:
-        """Whether it can be handed requests at all; whether it has room for one is another matter."""
-        return self.room is not None and self.unanswered <= SILENT_HELD_MAX
+    def takes(self, live: LiveRequest) -> bool:
+        """Whether it could be handed such a request at all; whether it has room for it is another matter."""
+        return self.room is not None and self.unanswered <= SILENT_HELD_MAX and (self.adapters or live.adapter is None)
 
     def slots_for(self, pages: int) -> int:
         """How many requests it would take, the first of them with so many pages; 0 when it would not take that one."""
@@ -128,7 +129,7 @@ class Hands:
         return (
             not self._queued.get(model)
             and live.grant_parts() == 1
-            and any(link.takes_hands for link in self._serving.get(model, {}).values())
+            and any(link.takes(live) for link in self._serving.get(model, {}).values())
         )
 
     def pick(self, live: LiveRequest) -> ReplicaId | None:
@@ -137,7 +138,7 @@ class Hands:
         most, picked = 0, None
         for replica, link in self._serving.get(live.profile.model_hash, {}).items():
             slots = link.slots_for(pages)
-            if slots > most:
+            if slots > most and link.takes(live):
                 most, picked = slots, replica
         return picked
 

@@ -37,7 +37,7 @@ TRANSITIONS: dict[State | None, frozenset[State | None]] = {
     State.PARKED: frozenset({State.PUBLISHING, State.RUNNING, None}),
     State.PUBLISHING: frozenset({State.PUBLISHING, State.UNSTORED, State.STORED, State.RUNNING, None}),
     State.UNSTORED: frozenset({State.PUBLISHING, State.RUNNING, None}),
-    State.STORED: frozenset({State.PUBLISHING, State.RUNNING, None}),
+    State.STORED: frozenset({State.PUBLISHING, State.UNSTORED, State.RUNNING, None}),
     State.RUNNING: frozenset({State.PUBLISHING, State.UNSTORED, None}),
 }
 """The state table; None is before the first and after the last.
@@ -55,6 +55,7 @@ PUBL. -> STORED   the work-queue acknowledged this very publication
 PUBL. -> UNST.    it did not (yet)
 UNST. -> PUBL.    the pause is over, or our bus reconnected
 STORED -> PUBL.   our bus reconnected, the stream is another one or gone, or it yields: it cannot meet its target now
+P., S. -> UNST.   an older replica asked for a request for an adapter, and has acknowledged the ticket
 waiting -> RUN.   a claim of the current attempt: the holder is noted, then answered
 RUN. -> PUBL.     the holder is lost or its engine sick: a new attempt, if nothing was sent or it can be continued; also
                   when it was handed over and did not arrive, or there was no room after all

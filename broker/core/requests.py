@@ -18,7 +18,7 @@ from typing import assert_never
 from broker.core.agenda import Agenda
 from broker.core.demand import DemandLedger, within_slo
 from broker.core.hands import Hands, Link
-from broker.core.live_request import TRANSITIONS, LiveRequest, State, Taken
+from broker.core.live_request import QUEUED, TRANSITIONS, LiveRequest, State, Taken
 from broker.core.request_events import (
     HELD_EVERY_S,
     HELD_LINGER_S,
@@ -332,13 +332,31 @@ class RequestCore:
             refusal = Refusal(request=claim.request, attempt=claim.attempt, reason=verdict)
             return [AnswerClaim(event.token, refusal)]
         live, reply = verdict
+        if live.adapter is not None and not claim.adapters:
+            return self._left_to_others(now_s, live, event)
         answer = AnswerClaim(event.token, reply)
         if live.state is State.RUNNING:
             return [answer]
         waited_s = now_s - live.waits_since_s
         self._hold(now_s, live, claim.replica)
-        self._hands.links[claim.replica].heard()
+        link = self._hands.links[claim.replica]
+        link.adapters = claim.adapters
+        link.heard()
         return [answer, RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
+
+    def _left_to_others(self, now_s: float, live: LiveRequest, event: ClaimReceived) -> list[RequestCommand]:
+        """A replica of an older version would answer with the base's weights. Its refusal takes the ticket off the queue, so
+        another one follows; after a pause, since the same replica may ask again."""
+        refusal = Refusal(request=live.request, attempt=live.attempt, reason=RefusalReason.UNKNOWN)
+        out: list[RequestCommand] = [AnswerClaim(event.token, refusal)]
+        if live.stored is not None:
+            out.append(DeleteTicket(live.stored))
+        if live.state in QUEUED:
+            live.publication += 1  # the work-queue swallows a number that it has seen
+        if live.state in (State.PUBLISHING, State.STORED):
+            live.retry_s = now_s + PUBLISH_RETRY_S
+            self._move(now_s, live, State.UNSTORED)
+        return out
 
     def _verdict(self, now_s: float, claim: Claim) -> RefusalReason | tuple[LiveRequest, ClaimReply]:
         if claim.replica in self._dead:

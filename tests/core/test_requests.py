@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, assert_never
 
+import msgspec
 import pytest
 
 from broker.core import request_events as e
@@ -13,6 +14,7 @@ from broker.core.requests import RequestCore
 from subjects.bus import Stored
 from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant
 from subjects.messages import (
+    Adapter,
     Cancel,
     Claim,
     Delta,
@@ -293,11 +295,11 @@ def test_each_event_in_each_state(state: State, event: e.RequestEvent, after: St
 
 
 def test_the_state_table_is_reached_in_full() -> None:
-    """Every transition between two states that the table names is made by an event here, or by time below."""
+    """Every transition between two states that the table names is made by an event here, or by a test below."""
     made = {(state, after) for state, _, after, _ in TABLE if state is not after}
-    by_time: set[tuple[State, State | None]] = {(U, P)}
+    elsewhere: set[tuple[State, State | None]] = {(U, P), (S, U)}  # by time, and by an older replica
     named = {(a, b) for a, targets in TRANSITIONS.items() if a is not None for b in targets if a is not b}
-    assert named - made - by_time == set()
+    assert named - made - elsewhere == set()
 
 
 @pytest.mark.parametrize(
@@ -349,6 +351,78 @@ def test_a_replica_with_room_is_handed_the_request() -> None:
     ]
     assert gateway.frames(delta(0)) == ["deliver gw-1 0:0+1"]
     assert gateway(HAND_LOST) == []
+
+
+def for_adapter(state: State) -> Gateway:
+    """A gateway whose only request is for an adapter and in ``state``."""
+    gateway = Gateway()
+    submitted = e.RequestSubmitted(
+        request=R,
+        profile=profile(),
+        body=b"{}",
+        wait_until_s=20,
+        deadline_s=100,
+        adapter=Adapter(name="a", adapter_hash="1"),
+    )
+    assert gateway(submitted) == ["publish gw-1.1.1 to s for 20"]
+    if state is not P:
+        gateway(IS_STORED if state is S else TIMEOUT)
+    assert gateway.core.state_of(R) is state
+    return gateway
+
+
+@pytest.mark.parametrize("state", [P, U, S])
+def test_an_older_replica_is_never_granted_an_adapter(state: State) -> None:
+    """It would answer with the base's weights: it is refused so that it forgets the ticket, and 200 ms later there is a new
+    one, which a replica that knows adapters is granted; nobody asks in a circle meanwhile."""
+    gateway = for_adapter(state)
+    deleted = ["delete 7@1"] if state is S else []
+    assert gateway.claim() == ["5: refuse unknown", *deleted]
+    assert gateway.core.state_of(R) is U
+    assert gateway.claim() == ["5: refuse unknown"]
+    assert gateway(IS_STORED) == ["delete 7@1"]
+    assert gateway(e.Ticked(), after_s=0.19) == []
+    (published,) = gateway(e.Ticked(), after_s=0.01)
+    assert published == "publish gw-1.1.3 to s for 20"
+    able = Claim(request=R, attempt=1, replica=OTHER, adapters=True)
+    assert gateway(e.ClaimReceived(able, 6)) == ["6: grant gw-1.1 part 0/1", "granted gw-1.1 to rep-b after 0.2"]
+    assert gateway(e.ClaimReceived(able, 7)) == ["7: grant gw-1.1 part 0/1"]
+
+
+def test_older_replicas_alone_cannot_hold_a_request_for_an_adapter_for_ever() -> None:
+    """Its waiting bound ends it; a request for the base is theirs as before."""
+    gateway = for_adapter(S)
+    lines = []
+    while gateway.core.state_of(R) is not None:
+        lines += gateway.claim()
+        lines += gateway(e.Ticked(), after_s=0.2)
+    assert lines[-1] == "end gw-1 503 no_capacity"
+    assert not any("grant" in line for line in lines)
+    assert sum("publish" in line for line in lines) <= 20 / 0.2
+    gateway.submit(RequestId("base"))
+    assert "5: grant base.1 part 0/1" in gateway.claim(RequestId("base"))
+
+
+def test_an_adapter_is_handed_only_to_a_replica_whose_claims_know_adapters() -> None:
+    """The one with more room does not: it is never picked, and alone it sends the request to the queue."""
+    gateway = Gateway()
+    gateway.knows(HOLDER, slots=9)
+    submitted = e.RequestSubmitted(
+        request=R,
+        profile=profile(),
+        body=b"{}",
+        wait_until_s=20,
+        deadline_s=100,
+        adapter=Adapter(name="a", adapter_hash="1"),
+    )
+    assert gateway(submitted) == ["publish gw-1.1.1 to s for 20"]
+    assert gateway(e.ClaimReceived(Claim(request=R, attempt=1, replica=OTHER, adapters=True), 6))[1:] == [
+        "granted gw-1.1 to rep-b after 0"
+    ]
+    gateway.frames(replica=OTHER, room=Room(hands=0, slots=2, pages=100, tokens=1000))
+    again = msgspec.structs.replace(submitted, request=RequestId("gw-2"))
+    assert gateway(again) == ["hand 1 gw-2.1 to rep-b", "granted gw-2.1 to rep-b after 0"]
+    assert gateway.submit(RequestId("base")) == ["hand 2 base.1 to rep-a", "granted base.1 to rep-a after 0"]
 
 
 def test_nothing_is_handed_past_those_who_wait() -> None:

@@ -156,6 +156,8 @@ class ScriptedReplica:
         self.runs: list[Run] = []
         self.tickets: list[Ticket] = []
         self.refused: list[str] = []
+        self.knows_adapters = True
+        """Whether its claims say so; those of an older version did not."""
         self._bus = bus
         self._slots = slots
         self._classes = classes
@@ -230,7 +232,13 @@ class ScriptedReplica:
     async def _claim(self, ticket: Ticket) -> Grant | None:
         parts: list[Grant] = []
         while not parts or len(parts) < parts[0].parts:
-            claim = Claim(request=ticket.request, attempt=ticket.attempt, replica=self.id, part=len(parts))
+            claim = Claim(
+                request=ticket.request,
+                attempt=ticket.attempt,
+                replica=self.id,
+                part=len(parts),
+                adapters=self.knows_adapters,
+            )
             raw = await self._bus.request(names.claim(ticket.ingress), encode(claim), timeout_s=2.0)
             reply: ClaimReply = decode(raw, ClaimReply)  # type: ignore[arg-type]
             if not isinstance(reply, Grant):

@@ -311,7 +311,8 @@ class ReplicaCore:
         return min(max(1, profile.kv_pages_needed), self._kv_pages)
 
     def _claim(self, held: HeldRequest, out: list[ReplicaCommand]) -> None:
-        claim = Claim(request=held.request, attempt=held.attempt, replica=self._replica, part=len(held.parts))
+        part = len(held.parts)
+        claim = Claim(request=held.request, attempt=held.attempt, replica=self._replica, part=part, adapters=True)
         out.append(SendClaim(held.ingress, claim))
 
     def _claim_answered(self, now_s: float, event: ClaimAnswered, out: list[ReplicaCommand]) -> None:
