@@ -67,8 +67,6 @@ class Exchange:
         self.queue_wait_s: float | None = None
         self.input_tokens = 0
         """The gateway's own count of the prompt; the engine's comes with the end."""
-        self.on_closed: Callable[[], None] | None = None
-        """Called once, when nothing more will be pushed."""
         self.on_news: Callable[[], None] | None = None
         """For a reader without a task: called at most once per turn of the loop, when :meth:`read_now` has something."""
         self._news_due = False
@@ -111,8 +109,6 @@ class Exchange:
         if self._end is None:
             self._end = end
             self._wake()
-            if self.on_closed is not None:
-                self.on_closed()
 
     def drop_buffered(self) -> None:
         """Forgets what is not read yet: of an answer that is given up."""

@@ -23,8 +23,8 @@ from broker import tokenizing
 from broker.core.admission import ModelView
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import CONTENT_TYPE
+from broker.http_cycle import CYCLE, HttpCycle
 from broker.http_keys import ANYONE, ApiKeys, Caller
-from broker.http_protocol import CYCLE, HttpCycle
 from broker.openai_answers import error_body, whole_answer
 from broker.openapi import document
 from broker.other_apis import OTHER_APIS, OtherApi, Translation, translated
@@ -79,8 +79,6 @@ class HttpOptions:
     """Until then a stream's headers are held back, so that an early error keeps its HTTP status (PAINS A7)."""
     keep_alive_s: float = 5.0
     """Then comments at this interval keep proxies from cutting the connection (PAINS A9)."""
-    unread_s_max: float = 30.0
-    """A client that has not read the rest of its answer so long after the answer's end is disconnected."""
 
 
 log = structlog.get_logger(__name__)
@@ -131,7 +129,7 @@ class HttpApp:
         elif scope["method"] != "POST":
             await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")], other)
         else:
-            watch = _Watch(scope[CYCLE], self._options.unread_s_max)
+            watch = _Watch(scope[CYCLE])
             try:
                 if endpoint is not None:
                     await self._completion(endpoint, caller, headers, watch, send, other)
@@ -302,17 +300,15 @@ async def _whole(exchange: Exchange, send: Send) -> None:
 
 
 class _Watch:
-    """Watches one connection: for the client's disconnect, and for an answer that nobody reads."""
+    """What one request holds, and its client's disconnect."""
 
-    def __init__(self, cycle: HttpCycle, unread_s_max: float) -> None:
+    def __init__(self, cycle: HttpCycle) -> None:
         self.cycle = cycle
         self.body_bytes = 0
         """Of the request's body, as far as it is held."""
-        self._unread_s_max = unread_s_max
 
     def follow(self, exchange: Exchange) -> None:
         """Leaves the exchange when the client goes, at once if it has gone already."""
-        exchange.on_closed = self._answer_is_over
         self.cycle.on_gone = exchange.leave
         if self.cycle.gone:
             exchange.leave()
@@ -320,9 +316,6 @@ class _Watch:
     def stop(self) -> None:
         """The exchange over HTTP has ended."""
         self.cycle.on_gone = None
-
-    def _answer_is_over(self) -> None:
-        self.cycle.drop_in(self._unread_s_max)
 
 
 # ---------------------------------------------------------------------------------------------------------- other routes

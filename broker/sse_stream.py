@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from broker.exchange import Ended, Exchange, Failed
-from broker.http_protocol import HttpCycle
+from broker.http_cycle import HttpCycle
 from broker.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, as_events, error_event
 
 

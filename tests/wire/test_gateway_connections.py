@@ -118,6 +118,25 @@ async def test_an_idle_connection_is_closed(pool: Pool, monkeypatch: pytest.Monk
     writer.close()
 
 
+@pytest.mark.parametrize("path", ["/openapi.json", "/metrics"])
+async def test_a_client_that_reads_no_answer_of_ours_is_dropped(
+    pool: Pool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that come from no replica are bounded in the same way (L4, O7)."""
+    monkeypatch.setattr(http_protocol, "UNREAD_S_MAX", LATE_S)
+    asked = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    with unread() as client:
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", pool.server.port))
+        await until(lambda: not pool.server.busy, "nothing else runs")
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(WAIT_S_MAX):
+                while True:
+                    await loop.sock_sendall(client, asked)
+                    await asyncio.sleep(0)
+    await until(lambda: not pool.server.busy, "the request has ended")
+
+
 async def test_a_client_with_a_second_request_behind_leaves(pool: Pool) -> None:
     """It is known at once that it left, though a pipelined request waits: one is cancelled, the other never runs (A1)."""
     held = record("held")
@@ -131,6 +150,14 @@ async def test_a_client_with_a_second_request_behind_leaves(pool: Pool) -> None:
     await until(run.ended.is_set, "the replica is told")
     assert (run.cancelled_by, len(replica.runs)) == ("cancel", 1)
     assert not pool.server.busy
+
+
+def unread() -> socket.socket:
+    """Of a client that reads nothing, nor its kernel much."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CLIENT_BYTES)
+    client.setblocking(False)
+    return client
 
 
 async def thinks_for_ever(run: Run) -> None:
@@ -150,9 +177,7 @@ async def test_what_a_client_that_reads_nothing_holds(pool: Pool) -> None:
     loud = record("loud")
     await pool.register(loud)
     replica = await pool.replica(loud, floods)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CLIENT_BYTES)
-        client.setblocking(False)
+    with unread() as client:
         await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", pool.server.port))
         asked = post().replace(b'"known"', b'"loud" ').replace(b'"messages"', b'"stream":true,"messages"')
         length = len(asked.partition(b"\r\n\r\n")[2])

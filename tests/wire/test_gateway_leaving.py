@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from broker import http_protocol
 from broker.gateway import GatewayOptions
-from broker.http_app import HttpOptions
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, Run, open_pool, record
@@ -169,17 +169,17 @@ async def test_a_slow_reader_is_told(pool: Pool) -> None:
     await client.leave()
 
 
-async def test_a_client_that_never_reads_is_dropped(shared_nats_server: NatsServer) -> None:
-    """After the end of its answer an unread connection does not stay for ever (L4, E6)."""
-    async with open_pool(shared_nats_server.url, http=HttpOptions(unread_s_max=0.2)) as pool:
-        model = record()
-        await pool.register(model)
-        replica = await pool.replica(model, floods)
-        client = await Client.ask(pool, model.name, stream=True)
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await until(lambda: replica.runs and replica.runs[0].ended.is_set(), "the flood is stopped")
-        await until(lambda: not pool.server.busy, "the connection is dropped")
-        client.writer.transport.abort()
+async def test_a_client_that_never_reads_is_dropped(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection with an answer that nobody reads does not stay for ever (L4, E6)."""
+    monkeypatch.setattr(http_protocol, "UNREAD_S_MAX", 0.2)
+    model = record()
+    await pool.register(model)
+    replica = await pool.replica(model, floods)
+    client = await Client.ask(pool, model.name, stream=True)
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await until(lambda: replica.runs and replica.runs[0].ended.is_set(), "the flood is stopped")
+    await until(lambda: not pool.server.busy, "the connection is dropped")
+    client.writer.transport.abort()
 
 
 def _metrics(pool: Pool) -> str:
