@@ -90,7 +90,7 @@ class Control:
         for record in records:
             known = self._registry.records.get(record.name)
             stored = await self._registry.apply(record)
-            note = "unchanged" if stored is known else self._told(stored).refusal
+            note = "unchanged" if stored is known else "; ".join(self._refusal(stored))
             rows.append({"name": stored.name, "revision": stored.revision, "note": note})
         for row, record in zip(rows, records, strict=True):
             row["note"] = "; ".join(filter(None, (row["note"], *self._name_notes(record))))
@@ -219,9 +219,15 @@ class Control:
             f"mode {mode.value}" if mode is not Mode.ACT else "",
             "pinned" if catalogue.pinned(record) else "",
             "random weights" if record.random_weights else "",
-            self._told(record).refusal,
+            *self._refusal(record),
         ]
         return "; ".join(note for note in notes if note)
+
+    def _refusal(self, record: ModelRecord) -> list[str]:
+        """Why requests are refused, if they are; and what the last load said, which clients are not told."""
+        refusal = self._told(record).refusal
+        failure = self._core.catalogue.model(record.model_hash).failure
+        return [refusal, *([f"its last load failed: {failure}"] if failure else [])] if refusal else []
 
     def _told(self, record: ModelRecord) -> PoolModel:
         """What the last digest said of a model. Asking the core again could change what it decides next."""

@@ -19,7 +19,10 @@ from subjects.messages import EngineType, ModelRecord
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a gateway is told of a model: how long a newcomer may wait, or why there is no point in waiting."""
+    """What a gateway is told of a model: how long a newcomer may wait, or why there is no point in waiting.
+
+    Clients read ``refusal``. What a failed load said is not in it: it may name addresses and paths, which are for operators.
+    """
 
     estimated_wait_s: float = 0.0
     refusal: str = ""
@@ -110,10 +113,10 @@ class Planner:
             return refusal
         if model.failures and model.retry_s > now_s:
             pause_s = model.retry_s - now_s
-            text = f"loading failed {_times(model.failures)}, next try in {pause_s:.0f} s: {model.failure}"
+            text = f"loading failed {_times(model.failures)}, next try in {pause_s:.0f} s"
             return Outlook(pause_s + load_s, text, math.ceil(pause_s))
         if model.failures and not self._may_try_again(record):
-            text = f"loading failed {_times(model.failures)}, and no free room to try again: {model.failure}"
+            text = f"loading failed {_times(model.failures)}, and no free room to try again"
             return Outlook(load_s, text, math.ceil(self._settings.minority_wait_s_max))
         return Outlook(estimated_wait_s=load_s + self._room_wait_s(record))
 

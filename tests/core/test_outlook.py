@@ -82,15 +82,15 @@ def test_a_load_under_way_is_shortened_by_its_age() -> None:
 
 
 def test_a_failure_is_told_with_its_count_and_the_next_try() -> None:
-    """Pause and load are the wait; whole seconds, rounded up, are the Retry-After."""
+    """Pause and load are the wait; whole seconds, rounded up, are the Retry-After; what the load said is not for clients."""
     bench = settled(A)
     bench.report()
     model = bench.core.catalogue.model(A.model_hash)
     model.load_s, model.failure = 3.0, "broken"
     model.failures, model.retry_s = 1, bench.now_s + 5.0
-    assert words(told(bench, "a")) == (8.0, "loading failed once, next try in 5 s: broken", 5, False)
+    assert words(told(bench, "a")) == (8.0, "loading failed once, next try in 5 s", 5, False)
     model.failures, model.retry_s = 3, bench.now_s + 5.25
-    assert words(told(bench, "a")) == (8.2, "loading failed 3 times, next try in 5 s: broken", 6, False)
+    assert words(told(bench, "a")) == (8.2, "loading failed 3 times, next try in 5 s", 6, False)
 
 
 def test_a_failed_model_without_room_is_told_so() -> None:
@@ -99,7 +99,7 @@ def test_a_failed_model_without_room_is_told_so() -> None:
     model = bench.core.catalogue.model(B.model_hash)
     model.load_s, model.failure, model.failures = 3.0, "broken", 2
     bench.report(listed("a", idle_s=20.0))
-    text = "loading failed 2 times, and no free room to try again: broken"
+    text = "loading failed 2 times, and no free room to try again"
     assert words(told(bench, "b")) == (3.0, text, 10, False)
     assert told(bench, "b", after_s=40.5).refusal == ""
 

@@ -414,7 +414,8 @@ def test_a_refused_load_is_no_fault_of_the_model_at_first() -> None:
         assert sent(bench.tick(0.8)) == []
         (load,) = sent(bench.tick(0.3))
     bench.answer(load, CommandOutcome.REFUSED, "no")
-    assert bench.refusal("a") == "loading failed once, next try in 2 s: refused: no"
+    assert bench.refusal("a") == "loading failed once, next try in 2 s"
+    assert bench.core.catalogue.model(A.model_hash).failure == "refused: no"
 
 
 def test_a_stale_epoch_makes_us_resign() -> None:
@@ -739,7 +740,8 @@ def test_replicas_that_die_at_once_are_a_crash_loop() -> None:
         if number < 3:
             (load,) = sent(out)
     assert load.command.operation == "op-7-3"
-    assert bench.refusal("a") == "loading failed once, next try in 2 s: 3 replicas died at once: SIGSEGV"
+    assert bench.refusal("a") == "loading failed once, next try in 2 s"
+    assert bench.core.catalogue.model(A.model_hash).failure == "3 replicas died at once: SIGSEGV"
     assert bench.alerts() == ["replica-died"], "the same alert is not raised again within a minute"
 
 
