@@ -64,10 +64,10 @@ class ModelTable:
         return [self._view(self._records[name]) for name in sorted(self._records)]
 
     def adapters(self) -> list[ModelView]:
-        """All adapters that can be asked for by name, by name."""
-        views = (self._view(self._records[model], adapter) for model, adapter in self._others.values() if adapter)
-        found = {view.name: view for view in views if view.name not in self._records}
-        return [found[name] for name in sorted(found)]
+        """All adapters that can be asked for by name, by name, each of the model that answers under it."""
+        names = {adapter.name: None for record in self._records.values() for adapter in record.adapters}
+        views = (self.resolve(name) for name in sorted(names))
+        return [view for view in views if view is not None and view.adapter is not None]
 
     def state(self, record: ModelRecord) -> str:
         """One word for people: the best state of its replicas, ``refused``, or ``unloaded``."""

@@ -91,6 +91,8 @@ class BaseBody(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of all routes whose requests go to the pool."""
 
     model: _ModelName
+    adapter: Annotated[str, Meta(max_length=512)] | None = None
+    """A LoRA adapter of the model, by name; most name it as the model instead (ING-3)."""
     user: str | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
     cache_salt: Raw | UnsetType = UNSET

@@ -8,7 +8,7 @@ from math import inf
 
 import msgspec
 
-from broker.core.request_events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S
+from broker.core.request_events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S, UNFIT_S
 from subjects.bus import Stored
 from subjects.ids import ModelHash, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
@@ -55,7 +55,7 @@ PUBL. -> STORED   the work-queue acknowledged this very publication
 PUBL. -> UNST.    it did not (yet)
 UNST. -> PUBL.    the pause is over, or our bus reconnected
 STORED -> PUBL.   our bus reconnected, the stream is another one or gone, or it yields: it cannot meet its target now
-P., S. -> UNST.   an older replica asked for a request for an adapter, and has acknowledged the ticket
+P., S. -> UNST.   a replica that cannot answer with its adapter claimed it, and acknowledges the ticket
 waiting -> RUN.   a claim of the current attempt: the holder is noted, then answered
 RUN. -> PUBL.     the holder is lost or its engine sick: a new attempt, if nothing was sent or it can be continued; also
                   when it was handed over and did not arrive, or there was no room after all
@@ -105,6 +105,8 @@ class LiveRequest:
     """Its model's targets."""
     adapter: Adapter | None = None
     """What answers in place of the base model."""
+    unfit: ReplicaId | None = None
+    """Whose engine could not load the adapter last."""
     state: State | None = None
     attempt: int = 1
     publication: int = 0
@@ -192,6 +194,13 @@ class LiveRequest:
                 choice.resend_asked_s = now_s
                 wanted.append((number, choice.next_index))
         return wanted
+
+    def better_elsewhere(self, now_s: float, replica: ReplicaId, *, adapters: bool) -> bool:
+        """Whether that replica cannot answer it with its adapter: it heeds none, or has just failed to load this one, which
+        may be missing on its worker only."""
+        if self.adapter is None:
+            return False
+        return not adapters or (replica == self.unfit and now_s < self.waits_since_s + UNFIT_S)
 
     def begin_attempt(self, now_s: float) -> None:
         """Moves to the next attempt, which starts after the tokens that were sent."""

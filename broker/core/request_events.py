@@ -45,6 +45,8 @@ PARK_S_MAX = 0.25
 replica has spoken meanwhile and had none, after ``PARK_S_MAX`` in any case: a busy gateway may read that word late."""
 PUBLISH_RETRY_S = 0.2
 """Pause before a ticket that was not stored, or that met a busy engine, is published again."""
+UNFIT_S = 1.0
+"""After an engine could not load a request's adapter, other replicas may have the request first for so long."""
 LOSSES_MAX = 3
 """A request ends with an error when it has lost its replica, or met a sick engine, this many times."""
 GRANT_PART_BYTES_MAX = 256 * 1024

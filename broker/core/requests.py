@@ -332,7 +332,7 @@ class RequestCore:
             refusal = Refusal(request=claim.request, attempt=claim.attempt, reason=verdict)
             return [AnswerClaim(event.token, refusal)]
         live, reply = verdict
-        if live.adapter is not None and not claim.adapters:
+        if live.better_elsewhere(now_s, claim.replica, adapters=claim.adapters):
             return self._left_to_others(now_s, live, event)
         answer = AnswerClaim(event.token, reply)
         if live.state is State.RUNNING:
@@ -345,8 +345,8 @@ class RequestCore:
         return [answer, RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
 
     def _left_to_others(self, now_s: float, live: LiveRequest, event: ClaimReceived) -> list[RequestCommand]:
-        """A replica of an older version would answer with the base's weights. Its refusal takes the ticket off the queue, so
-        another one follows; after a pause, since the same replica may ask again."""
+        """The refusal takes the ticket off the queue, so another one follows; after a pause, since the same replica may ask
+        again."""
         refusal = Refusal(request=live.request, attempt=live.attempt, reason=RefusalReason.UNKNOWN)
         out: list[RequestCommand] = [AnswerClaim(event.token, refusal)]
         if live.stored is not None:
@@ -455,6 +455,7 @@ class RequestCore:
             case FailureKind.BUSY if not live.sent_in_attempt:
                 self._restart(now_s, live, "the engine was busy", out, pause_s=PUBLISH_RETRY_S)
             case FailureKind.SICK | FailureKind.BUSY:
+                live.unfit = live.holder
                 self._lose(now_s, live, failure.message, out, code=failure.code or "engine_failed")
             case _:
                 assert_never(failure.kind)

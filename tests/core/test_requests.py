@@ -403,6 +403,28 @@ def test_older_replicas_alone_cannot_hold_a_request_for_an_adapter_for_ever() ->
     assert "5: grant base.1 part 0/1" in gateway.claim(RequestId("base"))
 
 
+def test_a_replica_that_could_not_load_an_adapter_lets_others_go_first() -> None:
+    """Its files may be missing on one worker only, which fails faster than another one answers: for a second it is refused,
+    without a loss; then it may try again, and the third loss ends the request with the engine's word."""
+    gateway = for_adapter(S)
+    holder = e.ClaimReceived(Claim(request=R, attempt=1, replica=HOLDER, adapters=True), 5)
+    assert gateway(holder)[0] == "5: grant gw-1.1 part 0/1"
+    assert gateway(SICK) == AGAIN
+    second = e.ClaimReceived(Claim(request=R, attempt=2, replica=HOLDER, adapters=True), 5)
+    assert gateway(second) == ["5: refuse unknown"]
+    other = e.ClaimReceived(Claim(request=R, attempt=2, replica=OTHER, adapters=True), 6)
+    assert gateway(other) == ["6: grant gw-1.2 part 0/1", "granted gw-1.2 to rep-b after 0"]
+
+    gateway = for_adapter(S)
+    for attempt in (1, 2, 3):
+        claim = Claim(request=R, attempt=attempt, replica=HOLDER, adapters=True)
+        gateway(e.Ticked(), after_s=1.0 if attempt > 1 else 0.0)
+        assert f"granted gw-1.{attempt} to rep-a" in gateway(e.ClaimReceived(claim, 5))[-1]
+        failed = msgspec.structs.replace(failure(FailureKind.SICK), attempt=attempt)
+        ended = gateway.frames(failed)
+    assert "end gw-1 502 engine_failed" in ended
+
+
 def test_an_adapter_is_handed_only_to_a_replica_whose_claims_know_adapters() -> None:
     """The one with more room does not: it is never picked, and alone it sends the request to the queue."""
     gateway = Gateway()

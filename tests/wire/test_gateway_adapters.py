@@ -67,6 +67,11 @@ async def test_each_name_goes_to_the_bases_replicas_with_its_adapter(pool: Pool)
     assert [run.grant.adapter for run in replica.runs[:4]] == [None, SQL, SQL, LAW]
     both = await pool.chat("sql", adapter="law")
     assert (both.status_code, both.json()["error"]["param"]) == (400, "adapter")
+    ran = len(replica.runs)
+    for name in ("base", "b"):
+        plain = await pool.chat("auto", adapter=name)
+        assert (plain.status_code, plain.json()["error"]["param"]) == (400, "adapter")
+    assert len(replica.runs) == ran
     number = await pool.http.post("/v1/embeddings", json={"model": "base", "input": "x", "adapter": 5})
     assert (number.status_code, number.json()["error"]["param"]) == (400, "adapter")
 
@@ -147,7 +152,7 @@ async def test_requests_and_tokens_are_counted_by_adapter(pool: Pool) -> None:
     assert "nonsense" not in text and "team/sql" not in text
 
 
-async def test_an_adapter_that_the_replica_cannot_load_is_the_clients_400(pool: Pool) -> None:
+async def test_an_adapter_that_no_replica_can_take_is_the_clients_400(pool: Pool) -> None:
     """The engine's word on the adapter reaches the client; the request is not tried elsewhere and the base goes on."""
     model = base()
     await pool.register(model)
@@ -156,7 +161,7 @@ async def test_an_adapter_that_the_replica_cannot_load_is_the_clients_400(pool: 
         if run.grant.adapter is None:
             await say_who(run)
             return
-        message = "the files of adapter 'sql' are missing on this worker"
+        message = "the adapter 'sql' has rank 64, and this replica takes 16 at most"
         failure = Failure(
             kind=FailureKind.BAD_REQUEST, message=message, status=400, param="model", code="adapter_unavailable"
         )
@@ -166,9 +171,30 @@ async def test_an_adapter_that_the_replica_cannot_load_is_the_clients_400(pool: 
     with pytest.raises(openai.BadRequestError) as caught:
         await pool.openai().chat.completions.create(model="sql", messages=HI)
     assert (caught.value.code, caught.value.param) == ("adapter_unavailable", "model")
-    assert "missing on this worker" in caught.value.message
+    assert "takes 16 at most" in caught.value.message
     assert len(replica.runs) == 1
     assert (await pool.chat("base")).json()["choices"][0]["message"]["content"] == "base"
+
+
+async def test_an_adapter_that_one_worker_lacks_is_tried_again_elsewhere(pool: Pool) -> None:
+    """Where all lack it, it ends after a few attempts with the last word of an engine; where one has it, that one answers
+    (REL-1)."""
+    model = base()
+    await pool.register(model)
+
+    async def lacks(run: Run) -> None:
+        message = "the files of adapter 'sql' are missing on this worker"
+        await run.end(failure=Failure(kind=FailureKind.SICK, message=message, param="model", code="adapter_unavailable"))
+
+    without = await pool.replica(model, lacks)
+    failed = await pool.chat("sql")
+    error = failed.json()["error"]
+    assert (failed.status_code, error["code"]) == (502, "adapter_unavailable")
+    assert "the files of adapter 'sql' are missing on this worker" in error["message"]
+    assert [run.ticket.attempt for run in without.runs] == [1, 2, 3]
+    await pool.replica(model, say_who)
+    answers = [await pool.chat("sql") for _ in range(6)]
+    assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == ["sql"] * 6
 
 
 async def test_names_that_clash(pool: Pool) -> None:
@@ -193,3 +219,5 @@ async def test_names_that_clash(pool: Pool) -> None:
     await until(lambda: len(pool.gateway.model_states()) == 3, "the model has gone, its name's adapter is listed")
     assert await who("x") == ("m1", "mine")
     assert await who("y") == ("m2", "theirs")
+    listed = [each.model_dump() for each in (await pool.openai().models.list()).data]
+    assert [(each["id"], each["parent"]) for each in listed] == [("m1", None), ("m2", None), ("x", "m1")]
