@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from subjects.ids import IngressId, ModelKey, ReplicaId, WorkerId, is_token
+import functools
+
+from subjects.ids import IngressId, ModelKey, ReplicaId, RequestId, WorkerId, is_token
 from subjects.messages import Lane, SlaClass
 
 PREFIX = "carpool.v1"
@@ -74,14 +76,22 @@ def out(ingress: IngressId) -> str:
     return f"{PREFIX}.out.{_token(ingress)}"
 
 
-def unheard(ingress: IngressId, request: str, attempt: int) -> str:
-    """The reply subject of a request that is handed over: the server tells there that the replica is not connected."""
-    return f"{PREFIX}.unheard.{ingress}.{request}.{attempt}"
+def unheard(ingress: IngressId, request: RequestId, attempt: int) -> str:
+    """The reply subject of a request that is handed over: the server tells there that the replica is not connected.
+
+    ``request`` is one of the gateway's own: its id, a hyphen and a number, and so a token as the id is.
+    """
+    return f"{_unheard(ingress)}.{request}.{attempt}"
 
 
 def all_unheard(ingress: IngressId) -> str:
     """What :func:`unheard` makes for a gateway."""
-    return f"{PREFIX}.unheard.{_token(ingress)}.*.*"
+    return f"{_unheard(ingress)}.*.*"
+
+
+@functools.lru_cache(maxsize=16)  # asked for each request, always of the same gateway
+def _unheard(ingress: IngressId) -> str:
+    return f"{PREFIX}.unheard.{_token(ingress)}"
 
 
 def why(ingress: IngressId) -> str:
