@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.core.request_events import GRANT_PART_BYTES_MAX
-from subjects.ids import IngressId, RequestId
-from subjects.messages import Adapter, FailureKind
+from subjects.ids import IngressId, ReplicaId, RequestId
+from subjects.messages import Adapter, FailureKind, Lane, SlaClass, Ticket
 from tests.core.test_live_request import live
 from tests.core.test_requests import profile
 from workers.core.adapters import (
@@ -19,6 +19,8 @@ from workers.core.adapters import (
     RefuseRequest,
 )
 from workers.core.held_request import HeldRequest, Key
+from workers.core.replica import ReplicaCore
+from workers.core.replica_events import Opened, SendClaim, TicketPulled
 
 
 def adapter(name: str, content: str = "1", source: str = "") -> Adapter:
@@ -125,6 +127,16 @@ def test_without_slots_every_adapter_is_refused() -> None:
     """A replica that was started without adapters says so."""
     refusal = RefuseRequest(key(1), "this replica was started without adapters", FailureKind.BAD_REQUEST)
     assert AdapterSlots(0).ask(key(1), A) == [refusal]
+
+
+def test_a_replicas_claims_say_that_it_heeds_adapters() -> None:
+    """By this a gateway tells it from one of an older version, which would answer with the base's weights."""
+    core = ReplicaCore(ReplicaId("rep-a"))
+    core.step(0.0, Opened(slots=4, kv_pages=100, block_size=16, max_context_len=2048))
+    ticket = Ticket(request=RequestId("r1"), attempt=1, publication=1, ingress=IngressId("gw"), profile=profile())
+    pulled = TicketPulled(sla_class=SlaClass.SILVER, lane=Lane.SMALL, ticket=ticket, token="t", deliveries=1)
+    (claim,) = (command.claim for command in core.step(0.0, pulled) if isinstance(command, SendClaim))
+    assert claim.adapters
 
 
 def test_one_that_leaves_while_its_adapter_loads_leaves_it_loaded() -> None:

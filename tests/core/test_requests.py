@@ -415,7 +415,7 @@ def test_a_replica_that_could_not_load_an_adapter_lets_others_go_first() -> None
     other = e.ClaimReceived(Claim(request=R, attempt=2, replica=OTHER, adapters=True), 6)
     assert gateway(other) == ["6: grant gw-1.2 part 0/1", "granted gw-1.2 to rep-b after 0"]
 
-    gateway = for_adapter(S)
+    gateway, ended = for_adapter(S), []
     for attempt in (1, 2, 3):
         claim = Claim(request=R, attempt=attempt, replica=HOLDER, adapters=True)
         gateway(e.Ticked(), after_s=1.0 if attempt > 1 else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -195,6 +196,21 @@ async def test_an_adapter_that_one_worker_lacks_is_tried_again_elsewhere(pool: P
     await pool.replica(model, say_who)
     answers = [await pool.chat("sql") for _ in range(6)]
     assert [answer.json()["choices"][0]["message"]["content"] for answer in answers] == ["sql"] * 6
+
+
+async def test_a_replica_of_an_older_version_answers_no_adapter(pool: Pool) -> None:
+    """It would answer with the base's weights and say nothing: its claims, which name no adapters, are refused, and a newer
+    replica gets the request; the base is everybody's."""
+    model = base()
+    await pool.register(model)
+    older = await pool.replica(model, say_who)
+    older.knows_adapters = False
+    asked = asyncio.ensure_future(pool.chat("sql"))
+    await until(lambda: older.refused, "the older replica claimed it")
+    await pool.replica(model, say_who)
+    assert (await asked).json()["choices"][0]["message"]["content"] == "sql"
+    assert older.runs == []
+    assert {(await pool.chat("base")).status_code for _ in range(4)} == {200}
 
 
 async def test_names_that_clash(pool: Pool) -> None:
