@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -195,3 +196,63 @@ async def test_what_a_client_that_reads_nothing_holds(pool: Pool) -> None:
     on_its_way = 64 * PIECE_BYTES
     """Said before the cancel came."""
     assert sum(len(delta.text) for _, delta in run.sent) <= gateway_and_kernel + on_its_way
+
+
+async def talks_for_ever(run: Run) -> None:
+    """A chunk every few milliseconds."""
+    while True:
+        await run.say("word ")
+        await asyncio.sleep(0.005)
+
+
+def asked_of(name: str, fields: str = "", path: bytes = b"/v1/chat/completions") -> bytes:
+    """A chat request to that model, or what is like one."""
+    body = b'{"model":"%s",%s"messages":[{"role":"user","content":"Hi"}]}' % (name.encode(), fields.encode())
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % path
+    return head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+STREAM = '"stream":true,"max_tokens":100,'
+MESSAGES = b"/v1/messages"
+
+
+async def reads_to(pool: Pool, data: bytes, end: bytes) -> None:
+    """A client that leaves when it has read ``end``."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", pool.server.port)
+    writer.write(data)
+    async with asyncio.timeout(WAIT_S_MAX):
+        await reader.readuntil(end)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_no_request_leaves_work_to_the_garbage_collector(pool: Pool) -> None:
+    """Answered, streamed, refused, left in the middle or behind another one: each goes when it ends, its connection too.
+
+    A gateway lets the collector run seldom (``GC_THRESHOLDS``): what waits for it would pile up until then.
+    """
+    talker = record("talker")
+    await pool.register(talker)
+    replica = await pool.replica(talker, talks_for_ever)
+    await reads_to(pool, asked_of("known"), b"}}")  # what is made once
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            await reads_to(pool, asked_of("known") + asked_of("known"), b"}}")
+            await reads_to(pool, asked_of("known", STREAM), b"[DONE]")
+            await reads_to(pool, asked_of("nobody"), b"}}")
+            await reads_to(pool, asked_of("known", '"n":-1,'), b"}}")
+            await reads_to(pool, b"GET /v1/models HTTP/1.1\r\n\r\n", b"}]}")
+            await reads_to(pool, asked_of("known", STREAM, MESSAGES), b"message_stop")
+            await reads_to(pool, asked_of("talker", STREAM, MESSAGES), b"word")
+            await reads_to(pool, asked_of("talker", STREAM), b"word")
+            await reads_to(pool, asked_of("talker", STREAM) + 3 * asked_of("talker"), b"word")
+        await until(lambda: not pool.server.busy and not replica.running, "all have ended")
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not sorted({type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("broker.")})
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
