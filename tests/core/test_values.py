@@ -55,6 +55,7 @@ STATE = {
     "Choice",
     "Flow",
     "HeldRequest",
+    "Link",
     "LiveRequest",
     "Model",
     "ModelNeed",
