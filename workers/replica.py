@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -115,6 +116,8 @@ ROUND_TRIP_TIMEOUT_S = 1.0
 REPORT_EVERY_S = 0.2
 """How often the load may be reported when it changed."""
 REPORT_AT_LEAST_EVERY_S = 1.0
+GC_THRESHOLDS = (10_000, 20, 50)
+"""What belongs to a request goes by reference counts; collections look for what does not."""
 GIVE_BACK_S = 1.0
 """What a stop waits for the core to give back the requests that still run."""
 CLOSE_TIMEOUT_S = 3.0
@@ -259,6 +262,10 @@ class Replica:
         self._serve(info)
 
     def _serve(self, info: EngineInfo) -> None:
+        # What is here now stays: collections need not walk through it while requests run.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         self._control.send(Ready(info=info))
         log.info("ready", slots=info.slots, kv_pages=info.kv_pages)
         self._feed(

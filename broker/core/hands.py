@@ -1,8 +1,9 @@
 """Which requests go straight to a replica, without ticket and claim (ops/decisions/0026).
 
-A replica says with its frames what it would take of this gateway at once. As long as nobody of the model waits in the queue,
-a new request is handed to the replica with the most room; where there is none for a moment, it is parked here until the next
-word. Whoever finds no room so goes to the queue, and then so do all that come after it, until the queue is empty.
+A replica says with its frames what it would take of this gateway at once, which is nothing while tickets may wait for it.
+A new request is handed to the replica with the most room, unless one of its lane waits in the queue. Where there is no
+room it is parked here for a while, since the next word may bring some; then it goes to the queue. The queue is also where
+replicas are met: while there is one that we have not heard from, nobody is parked.
 """
 
 from __future__ import annotations
@@ -74,10 +75,13 @@ class Hands:
     def __init__(self) -> None:
         self.links: dict[ReplicaId, Link] = {}
         self._serving: dict[ModelHash, dict[ReplicaId, Link]] = {}
-        self._queued: dict[ModelHash, int] = {}
+        self._queued: dict[tuple[ModelHash, str], int] = {}
+        """By model and lane."""
         self._parked: dict[tuple[ModelHash, str], dict[RequestId, None]] = {}
         """By model and class, in order of arrival."""
         self._handed = 0
+        self._ready: dict[ModelHash, tuple[ReplicaId, ...]] = {}
+        """As the pool's digest has it."""
 
     # ---------------------------------------------------------------------------------------------------------- links
 
@@ -91,6 +95,10 @@ class Hands:
     def serves(self, replica: ReplicaId, model: ModelHash) -> None:
         """It got a request of this model."""
         self._serving.setdefault(model, {})[replica] = self.link(replica)
+
+    def ready_are(self, ready: dict[ModelHash, tuple[ReplicaId, ...]]) -> None:
+        """The replicas that serve, by model. One that we have no link to may have room, but only the queue reaches it."""
+        self._ready = ready
 
     def models_of(self, replica: ReplicaId) -> list[ModelHash]:
         """What it is known to serve: one model, as replicas are."""
@@ -108,12 +116,12 @@ class Hands:
 
     def moved(self, live: LiveRequest, state: State | None) -> None:
         """A request is about to change its state."""
-        model = live.profile.model_hash
         change = (state in QUEUED) - (live.state in QUEUED)
         if change:
-            count = self._queued.pop(model, 0) + change
+            lane = (live.profile.model_hash, live.profile.lane._value_)
+            count = self._queued.pop(lane, 0) + change
             if count:
-                self._queued[model] = count
+                self._queued[lane] = count
         if live.state is State.PARKED:
             parked = self._parked[live.parks_as]
             del parked[live.request]
@@ -122,18 +130,19 @@ class Hands:
         if state is State.PARKED:
             self._parked.setdefault(live.parks_as, {})[live.request] = None
 
-    def passes_the_queue(self, live: LiveRequest) -> bool:
-        """Whether it may be handed over now or in a moment: nobody waits in the queue, one message holds it whole, and a
-        replica takes hands."""
-        model = live.profile.model_hash
-        return (
-            not self._queued.get(model)
-            and live.grant_parts() == 1
-            and any(link.takes(live) for link in self._serving.get(model, {}).values())
-        )
+    def can_be_handed(self, live: LiveRequest) -> bool:
+        """Whether one message holds it whole, and a replica takes it in hand."""
+        serving = self._serving.get(live.profile.model_hash)
+        return serving is not None and live.grant_parts() == 1 and any(link.takes(live) for link in serving.values())
+
+    def may_park(self, live: LiveRequest) -> bool:
+        """Whether its model has no replica but those that we hear from, so that nobody could serve it sooner."""
+        return all(replica in self.links for replica in self._ready.get(live.profile.model_hash, ()))
 
     def pick(self, live: LiveRequest) -> ReplicaId | None:
-        """The replica with the most room for it; of equals the one known first."""
+        """The replica with the most room for it, of equals the one known first; None while others of its lane are queued."""
+        if (live.profile.model_hash, live.profile.lane._value_) in self._queued:
+            return None
         pages = live.profile.kv_pages_needed
         most, picked = 0, None
         for replica, link in self._serving.get(live.profile.model_hash, {}).items():
@@ -162,8 +171,8 @@ class Hands:
         return bool(self._parked) and any((model, sla_class._value_) in self._parked for sla_class in SlaClass)
 
     def parked(self, model: ModelHash) -> Iterator[RequestId]:
-        """Who goes first when there is room: the highest class, of a class the oldest. Nobody before those in the queue."""
-        for sla_class in SlaClass if not self._queued.get(model) else ():
+        """Who goes first when there is room: the highest class, of a class the oldest."""
+        for sla_class in SlaClass:
             yield from list(self._parked.get((model, sla_class._value_), ()))
 
     def waits_in_vain(self, now_s: float, live: LiveRequest) -> bool:

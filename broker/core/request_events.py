@@ -39,8 +39,8 @@ RECONNECT_GRACE_S = 5.0
 """After our own reconnect others may still be reconnecting; their silence does not count for so long."""
 RESEND_EVERY_S = 0.1
 """At most one ``Resend`` per choice of a request in this time."""
-PARK_S = 0.02
-PARK_S_MAX = 0.25
+PARK_S = 0.25
+PARK_S_MAX = 0.5
 """A request is parked for a replica that takes what it is handed but has no room. After ``PARK_S`` it is published if a
 replica has spoken meanwhile and had none, after ``PARK_S_MAX`` in any case: a busy gateway may read that word late."""
 PUBLISH_RETRY_S = 0.2

@@ -78,6 +78,7 @@ from subjects.messages import (
     PoolModel,
     Refusal,
     RefusalReason,
+    ReplicaState,
     Resend,
     Ticket,
 )
@@ -237,9 +238,13 @@ class RequestCore:
         model = self._models.get(live.profile.model_hash)
         if model is not None and model.refusal:
             self._end(now_s, live, self._refused_by_pool(model), out)
-        elif not self._hands.passes_the_queue(live):
+        elif not self._hands.can_be_handed(live):
             self._publish(now_s, live, out)
-        elif self._hands.has_parked(live.profile.model_hash) or not self._hand_over(now_s, live, out):
+        elif not self._hands.has_parked(live.profile.model_hash) and self._hand_over(now_s, live, out):
+            pass
+        elif not self._hands.may_park(live):
+            self._publish(now_s, live, out)
+        else:
             live.retry_s = now_s + PARK_S
             self._move(now_s, live, State.PARKED)
 
@@ -560,6 +565,11 @@ class RequestCore:
 
     def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[RequestCommand]) -> None:
         self._models = {model.model_hash: model for model in digest.models}
+        ready: dict[ModelHash, tuple[ReplicaId, ...]] = {}
+        for one in digest.replicas:
+            if one.state is ReplicaState.READY and one.weight > 0:
+                ready[one.model_hash] = (*ready.get(one.model_hash, ()), one.replica)
+        self._hands.ready_are(ready)
         for replica in digest.dead:
             if replica not in self._dead:
                 self._dead[replica] = None

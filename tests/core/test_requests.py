@@ -12,7 +12,7 @@ from broker.core.live_request import TRANSITIONS, State
 from broker.core.request_events import NotStoredReason
 from broker.core.requests import RequestCore
 from subjects.bus import Stored
-from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant
+from subjects.ids import DeviceId, IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId
 from subjects.messages import (
     Adapter,
     Cancel,
@@ -29,7 +29,9 @@ from subjects.messages import (
     Lane,
     PoolDigest,
     PoolModel,
+    PoolReplica,
     Refusal,
+    ReplicaState,
     RequestKind,
     RequestProfile,
     Resend,
@@ -305,9 +307,8 @@ def test_the_state_table_is_reached_in_full() -> None:
 @pytest.mark.parametrize(
     ("state", "after_s", "after", "commands"),
     [
-        (K, 0.02, K, []),
-        (K, 0.249, K, ["held 1 to rep-b: at-rep-b.1[0]"]),
-        (K, 0.25, P, ["publish gw-1.1.1 to s for 20", "held 1 to rep-b: at-rep-b.1[0]"]),
+        (K, 0.499, K, ["held 1 to rep-b: at-rep-b.1[0]"]),
+        (K, 0.5, P, ["publish gw-1.1.1 to s for 20", "held 1 to rep-b: at-rep-b.1[0]"]),
         (U, 0.19, U, []),
         (U, 0.2, P, ["publish gw-1.1.1 to s for 20"]),
         (S, 19.9, S, []),
@@ -318,7 +319,7 @@ def test_the_state_table_is_reached_in_full() -> None:
     ],
 )
 def test_time_passes_in_each_state(state: State, after_s: float, after: State | None, commands: list[str]) -> None:
-    """Bounds: 250 ms for a replica to have room, 200 ms before a ticket is tried again, the waiting bound, the deadline."""
+    """Bounds: 500 ms for a replica to have room, 200 ms before a ticket is tried again, the waiting bound, the deadline."""
     gateway = in_state(state)
     assert gateway(e.Ticked(), after_s=after_s) == commands
     assert gateway.core.state_of(R) is after
@@ -452,10 +453,20 @@ def test_nothing_is_handed_past_those_who_wait() -> None:
     gateway = Gateway()
     gateway.submit(RequestId("first"))
     gateway.knows()
-    assert gateway.submit() == ["publish gw-1.1.1 to s for 20"]
+    assert gateway.submit() == []
+    assert gateway.submit(RequestId("gw-2"), lane=Lane.MEDIUM) == []
     gateway.claim(RequestId("first"))
-    gateway.claim()
-    assert gateway.submit(RequestId("gw-2"))[0] == "hand 1 gw-2.1 to rep-a"
+    lines = gateway.frames(room=Room(hands=0, slots=4, pages=100, tokens=1000))
+    assert [line for line in lines if line.startswith("hand")] == ["hand 1 gw-1.1 to rep-a", "hand 2 gw-2.1 to rep-a"]
+
+
+def test_a_lane_that_waits_holds_up_its_own() -> None:
+    """Where a replica has room, only those wait in the queue that do not fit there."""
+    gateway = Gateway()
+    gateway.submit(RequestId("first"), lane=Lane.LARGE)
+    gateway.knows()
+    assert gateway.submit()[0] == "hand 1 gw-1.1 to rep-a"
+    assert gateway.submit(RequestId("gw-2"), lane=Lane.LARGE) == []
 
 
 def test_the_replica_with_the_most_room_is_asked() -> None:
@@ -497,11 +508,25 @@ def test_who_is_parked_goes_when_there_is_room() -> None:
         "hand 3 b1.1 to rep-a",
     ]
     assert gateway.submit(RequestId("b3")) == []
-    gateway.now_s += 0.01
+    gateway.now_s += 0.05
     gateway.frames(room=Room(hands=3, slots=0, pages=100, tokens=1000))
-    assert gateway(e.Ticked(), after_s=0.01) == ["publish b2.1.1 to s for 20", "publish b3.1.1 to s for 20"]
+    published = [line for line in gateway(e.Ticked(), after_s=0.2) if line.startswith("publish")]
+    assert published == ["publish b2.1.1 to s for 20", "publish b3.1.1 to s for 20"]
+    assert gateway.submit(RequestId("b4")) == []
     assert gateway.frames(room=Room(hands=3, slots=3, pages=100, tokens=1000)) == []
-    assert gateway.submit(RequestId("b4")) == ["publish b4.1.1 to s for 20"]
+
+
+def test_nobody_is_parked_while_a_replica_is_not_known_yet() -> None:
+    """It may have room, and only the queue reaches it."""
+    gateway = Gateway()
+    gateway.knows(slots=0)
+    other = PoolReplica(
+        replica=OTHER, model_hash=MODEL, worker=WorkerId("w"), device=DeviceId("d"), state=ReplicaState.READY
+    )
+    gateway(e.PoolChanged(PoolDigest(epoch=1, sequence=1, replicas=(other,))))
+    assert gateway.submit() == ["publish gw-1.1.1 to s for 20"]
+    gateway.claim(replica=OTHER)
+    assert gateway.submit(RequestId("gw-2")) == []
 
 
 @pytest.mark.parametrize(
