@@ -109,7 +109,7 @@ class AnswerParts:
             if detail:
                 self._keep_logprobs(detail)
                 reasoning = detail.get("reasoning") or detail.get("reasoning_content")
-                if isinstance(reasoning, str):
+                if isinstance(reasoning, str) and reasoning:
                     if self._call_is_open() and not _is_whole(self._open):
                         self._waiting.append((Kind.REASONING, reasoning))
                     else:

@@ -133,6 +133,13 @@ def test_reasoning_waits_while_a_call_is_not_whole() -> None:
     ]
 
 
+def test_reasoning_without_a_word_opens_nothing() -> None:
+    """Some engines send the empty field with every piece."""
+    parts = AnswerParts("r")
+    changes = parts.add([delta("a", reasoning_content=""), delta("b", reasoning="", reasoning_content="")])
+    assert told(changes) == [("Opened", 0, ""), ("Grew", 0, "a"), ("Grew", 0, "b")]
+
+
 def test_calls_that_never_are_whole_come_with_the_end() -> None:
     """Nothing is lost, in the order in which they began."""
     parts = AnswerParts("r")
