@@ -116,6 +116,8 @@ ROUND_TRIP_TIMEOUT_S = 1.0
 REPORT_EVERY_S = 0.2
 """How often the load may be reported when it changed."""
 REPORT_AT_LEAST_EVERY_S = 1.0
+STEPS_EVERY_S = 0.001
+"""How often what the engine gives is sent at most. No model on an accelerator makes a step in less."""
 GC_THRESHOLDS = (10_000, 20, 50)
 """What belongs to a request goes by reference counts; collections look for what does not."""
 GIVE_BACK_S = 1.0
@@ -187,6 +189,9 @@ class Replica:
         self._tasks = Tasks(self._task_failed)
         self._timer: asyncio.TimerHandle | None = None
         self._wake_s = 0.0
+        self._fresh: list[Delta] = []
+        self._fresh_timer: asyncio.TimerHandle | None = None
+        self._fed_s = 0.0
         self._pullers: dict[tuple[SlaClass, Lane], Puller] = {}
         self._pool = PoolChanged(weights={})
         self._load = ReportLoad(running=0, slots=0, kv_pages_free=0)
@@ -292,8 +297,9 @@ class Replica:
         self._end(0)
 
     async def _close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._fresh_timer):
+            if timer is not None:
+                timer.cancel()
         if self._engine is not None:
             await _bounded(self._engine.stop(), CLOSE_TIMEOUT_S)
         await _bounded(self._tasks.end(), CLOSE_TIMEOUT_S)
@@ -479,11 +485,28 @@ class Replica:
                 return
         except Exception as error:  # whatever an engine raises, it is dead
             cause = type(error.__cause__ or error).__name__
+        self._feed_fresh()
         self._feed(EngineFailed(message=ENGINE_DIED))
         self._fail(f"the engine died while it served: {cause}")
 
     def _stepped(self, deltas: Sequence[Delta]) -> None:
-        self._feed(EngineStepped(deltas=tuple(deltas)))
+        """What an engine gives goes on at once, unless it steps so fast that sending each step would cost more than making
+        it: then several steps share one message."""
+        self._fresh.extend(deltas)
+        if self._fresh_timer is None:
+            wait_s = self._fed_s + STEPS_EVERY_S - time.monotonic()
+            if wait_s <= 0:
+                self._feed_fresh()
+            else:
+                self._fresh_timer = asyncio.get_running_loop().call_later(wait_s, self._feed_fresh)
+
+    def _feed_fresh(self) -> None:
+        if self._fresh_timer is not None:
+            self._fresh_timer.cancel()
+            self._fresh_timer = None
+        fresh, self._fresh = self._fresh, []
+        self._fed_s = time.monotonic()
+        self._feed(EngineStepped(deltas=tuple(fresh)))
 
     # ---- the agent
 
