@@ -18,7 +18,7 @@ GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 
 
 class State(Enum):
-    """Where a request is. All but ``RUNNING`` wait for a claim, and a claim is granted in each of them."""
+    """Where a request is. A claim is granted in each of them, and all but ``RUNNING`` wait for one or for room."""
 
     PARKED = "parked"
     """A replica may have room for it in a moment; else it is published at ``retry_s``."""

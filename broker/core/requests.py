@@ -6,7 +6,8 @@ The gateway is the only judge of who runs what. Three facts carry everything:
 * only the holder's deltas of the current attempt, at the next index, reach the client;
 * the work-queue never holds the only copy: a ticket can be published again at any moment, and every claim is judged here.
 
-``broker.core.live_request`` has the state table.
+A holder is whoever claimed a request, or whom it was handed to (:mod:`broker.core.hands`). ``broker.core.live_request`` has
+the state table.
 """
 
 from __future__ import annotations
