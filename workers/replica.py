@@ -491,14 +491,13 @@ class Replica:
 
     def _stepped(self, deltas: Sequence[Delta]) -> None:
         """What an engine gives goes on at once, unless it steps so fast that sending each step would cost more than making
-        it: then several steps share one message."""
+        it: then several steps share one message. First tokens and ends do not wait for that."""
         self._fresh.extend(deltas)
-        if self._fresh_timer is None:
-            wait_s = self._fed_s + STEPS_EVERY_S - time.monotonic()
-            if wait_s <= 0:
-                self._feed_fresh()
-            else:
-                self._fresh_timer = asyncio.get_running_loop().call_later(wait_s, self._feed_fresh)
+        wait_s = self._fed_s + STEPS_EVERY_S - time.monotonic()
+        if wait_s <= 0 or any(delta.end or not delta.first_token_index for delta in deltas):
+            self._feed_fresh()
+        elif self._fresh_timer is None:
+            self._fresh_timer = asyncio.get_running_loop().call_later(wait_s, self._feed_fresh)
 
     def _feed_fresh(self) -> None:
         if self._fresh_timer is not None:
