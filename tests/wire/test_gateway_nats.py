@@ -83,13 +83,14 @@ async def test_a_stream(pool: Pool, flag: bool) -> None:
     """A chunk a frame, asked for by the message or by the body; usage last if asked for."""
     model = record()
     await pool.register(model)
-    await pool.replica(model)
+    replica = await pool.replica(model)
     raw = body(model.name) if flag else body(model.name, stream=True, stream_options={"include_usage": True})
     frames = await infer(pool, InferRequest(body=raw, stream=flag))
     chunks = [json.loads(frame.body) for frame in frames if frame.body]
     deltas = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
     assert "".join(deltas) == "Hello world"
     assert [chunk["choices"] == [] for chunk in chunks].count(True) == (0 if flag else 1)
+    assert [ticket.profile.stream for ticket in replica.tickets] == [True]  # else the replica would put its steps together
 
 
 async def test_completions(pool: Pool) -> None:
