@@ -75,8 +75,8 @@ class Hands:
     def __init__(self) -> None:
         self.links: dict[ReplicaId, Link] = {}
         self._serving: dict[ModelHash, dict[ReplicaId, Link]] = {}
-        self._queued: dict[tuple[ModelHash, str], int] = {}
-        """By model and lane."""
+        self._queued: dict[tuple[ModelHash, str], tuple[int, float]] = {}
+        """By model and lane: how many wait in the queue, and since when it has not been empty."""
         self._parked: dict[tuple[ModelHash, str], dict[RequestId, None]] = {}
         """By model and class, in order of arrival."""
         self._handed = 0
@@ -114,14 +114,14 @@ class Hands:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def moved(self, live: LiveRequest, state: State | None) -> None:
+    def moved(self, now_s: float, live: LiveRequest, state: State | None) -> None:
         """A request is about to change its state."""
         change = (state in QUEUED) - (live.state in QUEUED)
         if change:
             lane = (live.profile.model_hash, live.profile.lane._value_)
-            count = self._queued.pop(lane, 0) + change
-            if count:
-                self._queued[lane] = count
+            count, since_s = self._queued.pop(lane, (0, now_s))
+            if count + change:
+                self._queued[lane] = (count + change, since_s)
         if live.state is State.PARKED:
             parked = self._parked[live.parks_as]
             del parked[live.request]
@@ -135,8 +135,12 @@ class Hands:
         serving = self._serving.get(live.profile.model_hash)
         return serving is not None and live.grant_parts() == 1 and any(link.takes(live) for link in serving.values())
 
-    def may_park(self, live: LiveRequest) -> bool:
-        """Whether its model has no replica but those that we hear from, so that nobody could serve it sooner."""
+    def may_park(self, now_s: float, live: LiveRequest) -> bool:
+        """Whether its model has no replica but those that we hear from, so that nobody could serve it sooner, and its lane has
+        no queue that lasts: in such a one it takes its place at once."""
+        count, since_s = self._queued.get((live.profile.model_hash, live.profile.lane._value_), (0, now_s))
+        if count and now_s - since_s > PARK_S_MAX:
+            return False
         return all(replica in self.links for replica in self._ready.get(live.profile.model_hash, ()))
 
     def pick(self, live: LiveRequest) -> ReplicaId | None:

@@ -243,7 +243,7 @@ class RequestCore:
             self._publish(now_s, live, out)
         elif not self._hands.has_parked(live.profile.model_hash) and self._hand_over(now_s, live, out):
             pass
-        elif not self._hands.may_park(live):
+        elif not self._hands.may_park(now_s, live):
             self._publish(now_s, live, out)
         else:
             live.retry_s = now_s + PARK_S
@@ -630,7 +630,7 @@ class RequestCore:
                 del self._stored[key]
         if state is State.STORED:
             self._stored.setdefault(key, {})[live.request] = None
-        self._hands.moved(live, state)
+        self._hands.moved(now_s, live, state)
         if waits and not was_waiting:
             self._demand.waits(live.queued_as, live.request, now_s)
         elif was_waiting and not waits:

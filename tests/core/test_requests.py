@@ -516,6 +516,18 @@ def test_who_is_parked_goes_when_there_is_room() -> None:
     assert gateway.frames(room=Room(hands=3, slots=3, pages=100, tokens=1000)) == []
 
 
+def test_nobody_is_parked_behind_a_queue_that_lasts() -> None:
+    """In a pool that is full for longer everybody takes a place in the queue at once, in order of arrival."""
+    gateway = Gateway()
+    gateway.submit(RequestId("first"))
+    gateway.knows(slots=0)
+    gateway(e.Ticked(), after_s=0.5)
+    assert gateway.submit() == []
+    assert "publish gw-1.1.1 to s for 20" in gateway(e.Ticked(), after_s=0.5)
+    assert gateway.submit(RequestId("gw-2")) == ["publish gw-2.1.1 to s for 20"]
+    assert gateway.submit(RequestId("gw-3"), lane=Lane.MEDIUM) == []
+
+
 def test_nobody_is_parked_while_a_replica_is_not_known_yet() -> None:
     """It may have room, and only the queue reaches it."""
     gateway = Gateway()
