@@ -136,8 +136,8 @@ class Hands:
         return serving is not None and live.grant_parts() == 1 and any(link.takes(live) for link in serving.values())
 
     def may_park(self, now_s: float, live: LiveRequest) -> bool:
-        """Whether its model has no replica but those that we hear from, so that nobody could serve it sooner, and its lane has
-        no queue that lasts: in such a one it takes its place at once."""
+        """Whether its model has no replica but those that we hear from, so that nobody could serve it sooner, and its lane
+        has no queue that lasts: in such a one it takes its place at once."""
         count, since_s = self._queued.get((live.profile.model_hash, live.profile.lane._value_), (0, now_s))
         if count and now_s - since_s > PARK_S_MAX:
             return False
