@@ -43,7 +43,8 @@ class Model:
 
 
 class Catalogue:
-    """Records by name and by hash. Several names may share a model; the first of them speaks for it."""
+    """Records by name and by hash. Several names may share a model, each with its own idea of the memory it needs; one of
+    them speaks for it: replicas are loaded with that record. It is the first by name of those that do not stand back."""
 
     def __init__(self) -> None:
         self.records: dict[str, ModelRecord] = {}
@@ -59,6 +60,9 @@ class Catalogue:
         """Load that people expect, by the name that they gave it."""
         self.all_act = True
         """Whether the scheduler may act by itself for every model."""
+        self.shared: list[list[ModelRecord]] = []
+        """Records of each model that has several names."""
+        self._stand_back: frozenset[str] = frozenset()
         self._of_hash: dict[ModelHash, ModelRecord] = {}
         self._models: dict[ModelHash, Model] = {}
         self._by_name: list[ModelRecord] = []
@@ -97,16 +101,27 @@ class Catalogue:
         self._mode_of.clear()
         for name in sorted(self.records):
             record = self.records[name]
-            self._of_hash.setdefault(record.model_hash, record)
             self._mode_of.setdefault(record.model_hash, self._modes.get(name, record.mode))
             if self._locks.get(name, False):
                 self._locked.add(record.model_hash)
             if self._pins.get(name, record.pinned):
                 self._pinned.add(record.model_hash)
         self._by_name = [self.records[name] for name in sorted(self.records)]
+        names_of: dict[ModelHash, list[ModelRecord]] = {}
+        for record in self._by_name:
+            names_of.setdefault(record.model_hash, []).append(record)
+        self.shared = [named for named in names_of.values() if len(named) > 1]
+        for model_hash, named in names_of.items():
+            self._of_hash[model_hash] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
         self._by_hash = sorted(self._of_hash.values(), key=lambda record: record.name)
         self.any_stay = bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
         self.all_act = all(mode is Mode.ACT for mode in self._mode_of.values())
+
+    def stand_back(self, names: frozenset[str]) -> None:
+        """These names, and no others, leave it to another of their model's names to speak for it."""
+        if names != self._stand_back:
+            self._stand_back = names
+            self._index()
 
     def declare(self, load: LoadDeclared) -> None:
         """Load that a person expects; replaces what had this name."""

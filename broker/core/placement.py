@@ -18,7 +18,8 @@ The rules, in the order in which they bind:
    ``failing_victim_idle_s``: it can never evict healthy models again and again. Its clients are told at once.
 7. When a load fails, victims that are wanted come back first (their drain cannot be undone, so compensation is a load).
 8. A model that no known device can ever hold is refused at once, with the numbers; one that could fit if pinned models or
-   minimum replicas did not hold the room is refused until they do not.
+   minimum replicas did not hold the room is refused until they do not. Where several names share a model, that holds
+   when no record of it fits; else the first that fits is the one that is loaded, for all of them.
 """
 
 from __future__ import annotations
@@ -372,6 +373,7 @@ class SchedulerCore:
                 model = self.catalogue.model(model_hash)
                 model.last_used_s = now_s
                 model.held_down = False
+        self.catalogue.stand_back(self.planner.sites.names_to_stand_back())
         self._drop_unwanted(now_s)
         self._retire_what_must_go(now_s, out)
         if self.policy is not None and self._policy_is_due(now_s):
@@ -519,7 +521,11 @@ class SchedulerCore:
         outlooks = {}
         may_decide = self._may_decide(now_s)
         for record in self.catalogue.by_name():
-            outlook = self.planner.outlook(now_s, record) if may_decide else Outlook()
+            # Any replica of a model serves all of its names, so that they have one outlook: that of who speaks for it.
+            speaker = self.catalogue.of_hash(record.model_hash) or record
+            outlook = self.planner.outlook(now_s, speaker) if may_decide else Outlook()
+            if outlook.permanent:
+                outlook = self.planner.outlook(now_s, record)  # None of them fits; each is told its own numbers.
             outlooks[record.name] = (record, outlook)
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"

@@ -65,6 +65,30 @@ class Sites:
         """Whether a device could hold a model's share if it were empty."""
         return device.report.memory_bytes >= record.budget_bytes and runs(device, record)
 
+    def names_to_stand_back(self) -> frozenset[str]:
+        """Of models with several names, those whose record has less hope of room than that of another name: the pool shall
+        be asked for what it can give, so that a model is refused only when no record of it fits."""
+        back: list[str] = []
+        for named in self._catalogue.shared:
+            hopes = [self._hope(record) for record in named]
+            back += [record.name for record, hope in zip(named, hopes, strict=True) if hope < max(hopes)]
+        return frozenset(back)
+
+    def _hope(self, record: ModelRecord) -> int:
+        """2 where devices could hold it beside what must stay, 1 where they could if that left or they were usable, else 0.
+
+        What must stay does not count once the model has replicas: it may be those.
+        """
+        groups = self.groups(record)
+        if groups and (not self._catalogue.any_stay or self._usage.replicas_count(record.model_hash)):
+            return 2
+        for group in groups:
+            free = [d for d in group if self._usage.held_bytes(d) + record.budget_bytes <= d.report.memory_bytes]
+            if len(free) >= record.gpus:
+                return 2
+        fitting = [device for device in self._pool.devices(usable=False) if self.fits(device, record)]
+        return int(bool(_grouped(fitting, record.gpus)))
+
     def largest_block_bytes(self) -> int:
         """The largest block that is free, or will be, on any usable device."""
         changes = self._pool.room_changes + self._pool.layout
