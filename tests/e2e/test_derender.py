@@ -199,3 +199,16 @@ async def test_a_parser_that_cannot_be_used_is_told_at_the_start(stage: Stage, o
     config, renderer = stage.input_processor.vllm_config, stage.input_processor.renderer
     with pytest.raises(EngineError, match=f"spec.engine.options.*{word}"):
         OpenAiLayer(record, config, renderer, stage.input_processor)
+
+
+@pytest.mark.parametrize(("option", "level"), [("", "PARAMETER"), ("function", "FUNCTION"), ("auto", "AUTO")], ids=str)
+async def test_arguments_follow_the_schema_unless_the_file_says_otherwise(stage: Stage, option: str, level: str) -> None:
+    """vLLM's own default lets a forced call be ``null`` for every tool that does not say ``strict``."""
+    from workers.engines.vllm_openai import OpenAiLayer
+
+    options = {"tool_call_parser": "hermes"} | ({"tool_strict_level": option} if option else {})
+    record = replica_spec("unused", engine_options=options).record
+    config, renderer = stage.input_processor.vllm_config, stage.input_processor.renderer
+    layer = OpenAiLayer(record, config, renderer, stage.input_processor)
+    for parser in (layer.chat.parser_cls, layer.online_renderer.parser):
+        assert parser is not None and parser.tool_strict_level.name == level

@@ -32,7 +32,7 @@ spec:
     max_context_len: 1024
     max_num_seqs: 8
     kv_cache_bytes: 16MiB
-    options: {{tool_call_parser: hermes, tool_strict_level: parameter}}
+    options: {{tool_call_parser: hermes}}
 """
 SECRET = "xyzzy-7391"
 
@@ -173,6 +173,19 @@ async def test_parallel_calls_are_many_and_one_when_the_client_says_so(http: htt
     many = whole_calls(said(await both(http, body | {"min_tokens": 120}))[0])
     assert len(many) >= 2 and all(json.loads(arguments)["kind"] in ("a", "b") for _, _, arguments in many)
     assert len(said(await both(http, body | {"parallel_tool_calls": False}))[0]["calls"]) == 1
+
+
+async def test_a_forced_call_has_an_object_for_arguments_whatever_the_tool_says(http: httpx.AsyncClient) -> None:
+    """Clients seldom say ``strict``: a bare string or null as arguments would be a 502 of ``/v1/messages``."""
+    tool = {
+        "name": "ask",
+        "input_schema": {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]},
+    }
+    body = chat(model="tiny", tools=[tool], tool_choice={"type": "any", "disable_parallel_tool_use": True}, max_tokens=200)
+    response = await http.post("/messages", json=body)
+    assert response.status_code == 200, response.text
+    (block,) = response.json()["content"]
+    assert (block["type"], block["name"]) == ("tool_use", "ask") and block["input"]["kind"] in ("a", "b")
 
 
 async def test_stop_in_all_forms(http: httpx.AsyncClient) -> None:

@@ -43,6 +43,9 @@ PROBE_TEXT = "Hello"
 
 GREEDY_BELOW = 1e-5
 """Temperature under which vLLM samples greedily."""
+TOOL_STRICT_LEVEL = "parameter"
+"""Forced arguments follow each tool's schema. Under vLLM's own ``auto`` they do so only for a tool that says ``strict``: for
+others ``required`` lets any JSON through, and small models answer with a bare string or null where an object is due."""
 _LAYER_OPTIONS = ("chat_template", "tool_call_parser", "tool_strict_level", "reasoning_parser")
 
 
@@ -127,7 +130,8 @@ class Rendered:
 class OpenAiLayer:
     """Render and derender for one started model.
 
-    Options of the record: ``chat_template`` and vLLM's ``tool_call_parser``, ``tool_strict_level`` and ``reasoning_parser``.
+    Options of the record: ``chat_template`` and vLLM's ``tool_call_parser``, ``tool_strict_level`` (``auto``, ``function``;
+    absent: ``parameter``) and ``reasoning_parser``.
 
     Raises:
         EngineError: a parser that vLLM does not know, or that does not fit the model's tokenizer.
@@ -145,7 +149,7 @@ class OpenAiLayer:
         tools = {
             "enable_auto_tools": tool_parser is not None,
             "tool_parser": tool_parser,
-            "tool_strict_level": str(record.engine_options.get("tool_strict_level") or "auto"),
+            "tool_strict_level": str(record.engine_options.get("tool_strict_level") or TOOL_STRICT_LEVEL),
             "reasoning_parser": record.engine_options.get("reasoning_parser") or "",
         }
         layer: dict[str, Any] = {"chat_template": template, "chat_template_content_format": "auto", **tools}
