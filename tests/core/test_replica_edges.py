@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from subjects.ids import IngressId, RequestId
-from subjects.messages import Cancel, Held, Lane, Resend, Room, SlaClass
+from subjects.messages import Cancel, Delta, Held, Lane, Refusal, RefusalReason, Resend, Room, SlaClass
 from tests.core.test_replica import GW, USAGE, R, Replica, delta, end, hand, in_phase, ticket
 from workers.core import replica_events as e
 from workers.core.held_request import Phase
@@ -120,20 +120,46 @@ def test_a_replica_that_takes_nothing_new_has_no_room_to_tell_of(closing: e.Repl
     assert room_told(replica) is None
 
 
-def test_no_room_is_told_of_while_tickets_may_be_waiting() -> None:
-    """A busy queue without an open pull may hold more: those in it came first."""
+def test_slots_are_kept_for_tickets_that_may_come() -> None:
+    """One for each busy queue at least; but an idle replica with few slots gives them away to who asks first, since credits
+    may lie in empty pulls of other classes while all that would run is parked at gateways."""
+    replica = Replica(slots=8)
+    for number, sla_class in enumerate(SlaClass):
+        replica(e.TicketPulled(sla_class, Lane.SMALL, ticket(request=RequestId(f"t{number}")), f"t{number}", 1))
+        replica(
+            e.ClaimAnswered(
+                RequestId(f"t{number}"), 1, Refusal(request=RequestId(f"t{number}"), attempt=1, reason=RefusalReason.TAKEN)
+            )
+        )
+    planner = replica.core._planner
+    busy = [queue for queue in planner._queues.values() if queue.window]
+    assert len(busy) == 4
+    for queue in busy:
+        queue.outstanding = 0
+    assert [planner.slots_nobody_waits_for(free) for free in (0, 1, 2, 3, 6, 8)] == [0, 1, 2, 2, 2, 4]
+    busy[0].outstanding = 3
+    assert planner.slots_nobody_waits_for(8) == 2
+
+
+def test_a_slot_that_comes_free_is_told_to_one_who_waits_for_it() -> None:
+    """Not to the gateway whose request ended only: the others may have requests parked, and get their turns."""
     replica = Replica(slots=1)
-    replica.pull(ticket())
-    replica.grant()
-    told = room_told(replica)
-    assert told is not None and told.slots == 0
-    replica(e.EngineStepped((end(),)))  # Its slot is free, and a pull is open for it again.
-    told = room_told(replica)
-    assert told is not None and told.slots == 1
-    queue = replica.core._planner._queues[SlaClass.SILVER, Lane.SMALL]
-    assert (queue.window, queue.outstanding) == (1, 1)
-    queue.outstanding = 0
-    assert replica.core._planner.slots_nobody_waits_for(1) == 0
+    replica(hand("a"))
+    for name in ("one", "two"):
+        told = room_told(replica, IngressId(name))
+        assert told is not None and told.slots == 0
+    heard = []
+    for number, request in enumerate(("a", "b")):
+        if number:
+            replica(hand("b"))
+        last = Delta(request=RequestId(request), attempt=1, first_token_index=0, units=1, end=True, usage=USAGE)
+        commands = replica.core.step(replica.now_s, e.EngineStepped((last,)))
+        heard += [
+            (command.ingress, command.frames.room.slots if command.frames.room else None)
+            for command in commands
+            if isinstance(command, e.SendFrames) and command.ingress != GW
+        ]
+    assert heard == [(IngressId("one"), 1), (IngressId("two"), 1)]
 
 
 def test_hands_do_not_overtake_a_lane_that_has_aged() -> None:

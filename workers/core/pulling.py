@@ -5,7 +5,8 @@ A queue is one class and one lane. Pulls cannot be withdrawn, so credits are few
 1. Nothing is pulled while no slot is free or too much of what was taken is not computed yet, and no queue whose ceiling the
    free KV pages do not cover (:func:`room_for`).
 2. *Busy* queues (their last pull brought a ticket) share the free slots by deficit round robin over the classes. A queue's
-   window grows with each ticket and falls back to one when a pull expires, so that idle credits do not pin slots.
+   window grows with each ticket and falls back to one when a pull expires, so that idle credits do not pin slots; where one
+   of them got no credit, all pulls are short.
 3. Queues *believed empty* share ``PULL_SLACK`` more credits, one each, taking turns: recently used ones first, and always
    ``TURNS_MIN`` for the others. So the sum never exceeds free slots + ``PULL_SLACK``.
 4. A queue that has not fitted for its ageing bound stops the smaller lanes until it fits. Where the pool says what waits,
@@ -105,19 +106,17 @@ class PullPlanner:
         return sum(queue.outstanding for queue in self._queues.values())
 
     def slots_nobody_waits_for(self, free_slots: int) -> int:
-        """Of the free slots, those for which no ticket can be on its way: pulls are open and bring nothing, and no larger
-        lane waits for the pages of all others to come free.
+        """Of the free slots, those that no ticket is likely to come for: what open pulls were promised is taken off, and
+        nothing is left while a larger lane waits for the pages of all others to come free.
 
-        A queue whose last pull brought a ticket and that has none open may hold more. Some slots may be promised twice, so
-        that a pool in which requests come one by one gets from pulls to hands.
+        Some slots may be promised twice, so that a pool in which requests come one by one gets from pulls to hands.
         """
         if self.aged_pages:
             return 0
         promised = 0
         for queue in self._queues.values():
-            if queue.window and not queue.outstanding:
-                return 0
-            promised += queue.outstanding if queue.window else 0
+            # One that has no pull open (its lane does not fit, or others took their turn) may hold another ticket.
+            promised += max(1, queue.outstanding) if queue.window else 0
         return max(free_slots - promised, min(free_slots, HANDS_BESIDE_PULLS))
 
     def next_wake_s(self, *, pulling: bool) -> float:
@@ -179,7 +178,9 @@ class PullPlanner:
         fitting = [q for q in self._queues.values() if self.aged_pages <= q.ceiling_pages <= free_pages]
         credits: dict[tuple[SlaClass, Lane], int] = {}
         self._share_slots([q for q in fitting if q.window], free_slots, free_pages, credits)
-        pulls = [self._pull(now_s, self._queues[key], count, PULL_EXPIRES_S) for key, count in credits.items()]
+        left_out = any(q.window and not q.outstanding and (q.sla_class, q.lane) not in credits for q in fitting)
+        expires_s = PULL_EXPIRES_SHORT_S if left_out else PULL_EXPIRES_S
+        pulls = [self._pull(now_s, self._queues[key], count, expires_s) for key, count in credits.items()]
         return pulls + self._take_turns(now_s, [q for q in fitting if not q.window], free_slots)
 
     def _note_ageing(self, now_s: float, free_pages: int) -> int:

@@ -108,6 +108,8 @@ class ReplicaCore:
         self._planner = PullPlanner()
         self._active = self._pages_held = self._backlog_tokens = 0
         """Sums of ``counted`` over what is held."""
+        self._told_full: dict[IngressId, None] = {}
+        """Gateways whose last word was that there is no slot, longest ago first."""
         self._gathering: dict[Key, HeldRequest] = {}
         self._gather_due_s = inf
         self._serving = False
@@ -234,6 +236,8 @@ class ReplicaCore:
             out.extend(
                 self._planner.plan(now_s, free_slots=free_slots, free_pages=free_pages, backlog_tokens=backlog_tokens)
             )
+        if self._told_full:
+            self._tell_of_room(now_s, out)
         if self._draining and not self._drained and not self._requests and not self._planner.outstanding:
             self._drained = True
             out.append(ReportDrained(0))
@@ -281,6 +285,21 @@ class ReplicaCore:
         held = HeldRequest(grant.request, grant.attempt, hand.ingress, hand.profile, pages)
         self._requests[held.key] = held
         self._begin(now_s, held, grant, out)
+
+    def _word_of_room(self, ingress: IngressId, link: _Link) -> Room | None:
+        room = self._room(link)
+        self._told_full.pop(ingress, None)
+        if room is not None and room.slots == 0:
+            self._told_full[ingress] = None
+        return room
+
+    def _tell_of_room(self, now_s: float, out: list[ReplicaCommand]) -> None:
+        """Slots came free: as many gateways as there are, in turn, of those that were last told of none. They may have
+        requests parked, and would hear of it only with their next frames."""
+        free_slots = self._planner.slots_nobody_waits_for(self._slots - self._active)
+        if free_slots > 0 and self._serving and not self._draining and not self._closed:
+            for ingress in list(self._told_full)[:free_slots]:
+                self._send(now_s, ingress, [], out)
 
     def _room(self, link: _Link) -> Room | None:
         """What one gateway may hand over: an even share of what is free, as far as nobody waits in the queue for it."""
@@ -470,7 +489,7 @@ class ReplicaCore:
                     sequence=link.frames_sent,
                     deltas=tuple(deltas[first:end]),
                     gone=gone if last else (),
-                    room=self._room(link) if last else None,
+                    room=self._word_of_room(ingress, link) if last else None,
                 )
                 out.append(SendFrames(ingress, frames))
                 first, size = end, 0
@@ -549,6 +568,7 @@ class ReplicaCore:
                     self._end(now_s, held, out)
             elif not theirs and now_s - link.heard_s > LINK_IDLE_S:
                 del self._links[ingress]
+                self._told_full.pop(ingress, None)
             else:
                 self._send_again(now_s, ingress, theirs, out)
 
