@@ -353,6 +353,6 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector() -> None:
     gc.disable()
     try:
         await exchanged(whole, 20 * GET)
-        assert not [one for one in gc.get_objects() if isinstance(one, HttpCycle)]
+        assert not [one for one in gc.get_objects() if type(one) is HttpCycle]
     finally:
         gc.enable()
