@@ -373,7 +373,7 @@ def _rest_of_the_routes(gateway: Gateway, all_metrics: Callable[[], Awaitable[by
 
     async def not_found(request: Request, error: Exception) -> Response:
         return await api_error(
-            request, ApiError(404, "Unknown request URL. See /v1/models for what is served.", code="unknown_url")
+            request, ApiError(404, "Unknown request URL. See /openapi.json for what is served.", code="unknown_url")
         )
 
     async def wrong_method(request: Request, error: Exception) -> Response:

@@ -125,7 +125,9 @@ def task_refusal(record: ModelRecord, endpoint: Endpoint) -> Refused | None:
 def unknown_model(name: str) -> Refused:
     """Nobody configured this name (PAINS B3, J12)."""
     shown = name if len(name) <= 128 else name[:128] + "..."
-    return Refused(404, f"The model '{shown}' does not exist.", "invalid_request_error", "model_not_found", "model")
+    return Refused(
+        404, f"The model '{shown}' does not exist. See /v1/models.", "invalid_request_error", "model_not_found", "model"
+    )
 
 
 def rank_models(wish: Wish, views: Sequence[ModelView]) -> tuple[ModelView, ...]:

@@ -189,7 +189,7 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
     if note:
         lines.append(f"{core.policy.name if core.policy is not None else 'policy'}: {note}")
     if refusal:
-        lines.append(f"requests are refused: it {refusal}")
+        lines.append(f"requests are refused: {refusal}")
     if catalogue.locked(record.model_hash):
         lines.append("a person locked it: nothing automatic starts, stops or changes its replicas")
     if catalogue.mode(record.model_hash) is not Mode.ACT:

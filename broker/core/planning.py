@@ -113,7 +113,7 @@ class Planner:
             return refusal
         if model.failures and model.retry_s > now_s:
             pause_s = model.retry_s - now_s
-            text = f"loading failed {_times(model.failures)}, next try in {pause_s:.0f} s"
+            text = f"loading failed {_times(model.failures)}, next try in {max(1.0, pause_s):.0f} s"
             return Outlook(pause_s + load_s, text, math.ceil(pause_s))
         if model.failures and not self._may_try_again(record):
             text = f"loading failed {_times(model.failures)}, and no free room to try again"

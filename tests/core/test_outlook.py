@@ -91,6 +91,8 @@ def test_a_failure_is_told_with_its_count_and_the_next_try() -> None:
     assert words(told(bench, "a")) == (8.0, "loading failed once, next try in 5 s", 5, False)
     model.failures, model.retry_s = 3, bench.now_s + 5.25
     assert words(told(bench, "a")) == (8.2, "loading failed 3 times, next try in 5 s", 6, False)
+    model.retry_s = bench.now_s + 0.25  # never "0 s"
+    assert words(told(bench, "a"))[1:] == ("loading failed 3 times, next try in 1 s", 1, False)
 
 
 def test_a_failed_model_without_room_is_told_so() -> None:

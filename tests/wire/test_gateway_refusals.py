@@ -187,7 +187,7 @@ async def test_bad_requests_around_the_body(
     """Wrong type, method, path or header: OpenAI's shape everywhere (J5)."""
     content = json.dumps(chat()).encode() if method == "POST" else None
     error = await refused(pool, method, path, status, content=content, headers=headers)
-    assert error["code"] == code
+    assert error["code"] == code and (code != "unknown_url" or "See /openapi.json" in error["message"])
 
 
 async def test_a_body_over_the_limit(pool: Pool) -> None:
@@ -240,7 +240,7 @@ async def test_hostile_heads(pool: Pool, head: bytes) -> None:
 async def test_the_sdk_raises_its_typed_errors(pool: Pool) -> None:
     """OpenAI's client maps our errors to its own exceptions, with a message (J5)."""
     client = pool.openai()
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError, match=r"does not exist\. See /v1/models\."):
         await client.chat.completions.create(model="unheard-of", messages=[{"role": "user", "content": "Hi"}])
     with pytest.raises(openai.BadRequestError, match="temperature"):
         await client.chat.completions.create(
