@@ -26,7 +26,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 HELD_TIMES = 2
 """An adapter is held as it was loaded and again in the slot that the kernels read."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What an id at Hugging Face looks like, and many a relative path too."""
 _LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks?)\.\d+\..+)$")
 _PART = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?:\.weight)?")
 _KEPT_BASE = ".base_layer.weight"
@@ -133,19 +134,20 @@ def _from_files(
         size_bytes=path.stat().st_size,
     )
     trained_for = config.get("base_model_name_or_path")
-    return adapter, trained_for if isinstance(trained_for, str) and _HUB_ID.fullmatch(trained_for) else ""
+    return adapter, trained_for if isinstance(trained_for, str) and HUB_ID.fullmatch(trained_for) else ""
 
 
 def _directory(source: str, base_dir: Path) -> Path:
     directory = (base_dir / Path(source).expanduser()).resolve()
     if directory.is_dir():
         return directory
-    if not _HUB_ID.fullmatch(source):
+    if not HUB_ID.fullmatch(source):
         raise ConfigError(f"{directory}: no such directory; name the folder that holds {CONFIG_FILE}")
     snapshot = _cached_snapshot(source)
     if snapshot is None:
         raise ConfigError(
-            f"{source}: no such directory, and not in the local Hugging Face cache; run 'hf download {source}' on each host"
+            f"{directory}: no such directory, and {source} is not in the local Hugging Face cache; name the folder that "
+            f"holds {CONFIG_FILE}, or run 'hf download {source}' on each host"
         )
     return snapshot
 

@@ -100,6 +100,12 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     spec, engine = service.spec, service.spec.engine
     assert spec.source is not None  # the service was checked
     directory = source_directory(spec.source, base_dir, progress)
+    if adapters.HUB_ID.fullmatch(spec.source) and not directory.is_dir():
+        raise ConfigError(
+            f"{directory}: no such directory; name the folder that holds config.json and *.safetensors (for the model of "
+            f"this id at Hugging Face run 'hf download {spec.source} --local-dir DIR' on each host), or use "
+            "builtin:smollm2-135m-instruct"
+        )
     weights = capacity.read_weights(directory)
     config = hashing.read_json(directory / "config.json")
     shape = capacity.read_shape(config, str(directory / "config.json"))

@@ -414,7 +414,10 @@ def _checked(service: ModelService, at: str) -> ModelService:
         if spec.tokenizer is not None:
             raise wrong("spec.tokenizer", "is not for vllm, which reads the tokenizer of the source; remove the field")
         if "://" in spec.source:
-            raise wrong("spec.source", "is a URL; download the model and name its directory")
+            raise wrong(
+                "spec.source",
+                "is a URL; for an OpenAI server write engine.type: openai_http, else name a downloaded model's directory",
+            )
     return service
 
 

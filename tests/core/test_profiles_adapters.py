@@ -185,8 +185,9 @@ def test_what_could_not_be_served_is_refused_at_apply(base: Path, tmp_path: Path
 def test_a_hub_id_is_looked_up_in_the_local_cache_only(base: Path, tmp_path: Path) -> None:
     """What ``hf download`` left there is used; else the line says what to run. Nothing is fetched."""
     spec: dict[str, Any] = {"adapters": [{"name": "sql", "source": "team/sql-lora"}]}
-    with pytest.raises(ConfigError, match="run 'hf download team/sql-lora' on each host"):
+    with pytest.raises(ConfigError, match="run 'hf download team/sql-lora' on each host") as error:
         record_of(tmp_path, **spec)
+    assert f"{tmp_path / 'team' / 'sql-lora'}: no such directory" in str(error.value)
     repository = tmp_path / "hf" / "hub" / "models--team--sql-lora"
     snapshot = make_adapter(base, repository / "snapshots" / "abc", seed=1)
     (repository / "refs").mkdir()

@@ -459,6 +459,8 @@ def test_builtin_tiny_is_made_once(tmp_path: Path, cache: Path) -> None:
     ("spec", "message"),
     [
         ({"source": "nowhere"}, "nowhere: no such directory"),
+        ({"source": "org/name"}, "org/name: no such directory; name the folder that holds config.json"),
+        ({"source": "org/name"}, "run 'hf download org/name --local-dir DIR' on each host.*builtin:smollm2"),
         ({"source": "builtin:gpt-9"}, "spec.source: unknown built-in model 'gpt-9'; use builtin:"),
         ({"source": "m", "engine": {"max_context_len": 4096}}, "max_context_len: 4096 is above the 2048 tokens"),
         (

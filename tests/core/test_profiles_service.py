@@ -111,7 +111,11 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("a date", _spec("version: 2024-01-01"), ("spec.version: YAML reads this as a date", "quotes")),
     ("an impossible date", _spec("version: 2024-13-45"), ("cannot be read",)),
     ("no source", HEAD + "spec: {}\n", ("spec.source: is missing", "builtin:")),
-    ("URL for vllm", HEAD + "spec: {source: 's3://b/m'}\n", ("spec.source: is a URL", "directory")),
+    (
+        "URL for vllm",
+        HEAD + "spec: {source: 's3://b/m'}\n",
+        ("spec.source: is a URL", "engine.type: openai_http", "directory"),
+    ),
     ("no URL for a server", _spec("engine: {type: openai_http}"), ("spec.source", "base URL")),
     ("server without context", HEAD + "spec: {source: 'http://h/v1', engine: {type: openai_http}}\n", ("max_context_len",)),
     ("password in a URL", HEAD + "spec: {source: 'http://u:p@h/v1', engine: {type: openai_http}}\n", ("user or password",)),
@@ -347,7 +351,14 @@ def test_examples_follow_the_schema(path: Path) -> None:
 
 def test_there_are_examples() -> None:
     """The test above has something to look at."""
-    assert {path.name for path in EXAMPLES.glob("*.yaml")} >= {"smollm2.yaml", "tiny-a.yaml", "tiny-b.yaml"}
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} >= {
+        "smollm2.yaml",
+        "tiny-a.yaml",
+        "tiny-b.yaml",
+        "tools.yaml",
+        "embed.yaml",
+        "server.yaml",
+    }
 
 
 @pytest.mark.parametrize(
