@@ -100,6 +100,8 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
         # A gateway with a part missing cannot finish what runs: its clients are told so, and may ask again.
         shutdown_s = 0.0 if gateway.broken.done() else config.shutdown_s
         log.info("gateway goes down; running requests may finish", within_s=shutdown_s)
+        if siblings is not None:
+            server.leave_port()
         await ingress.stop_taking()
         await gateway.drain(shutdown_s)
     log.info("gateway is down", took_s=round(time.monotonic() - started_s, 1))

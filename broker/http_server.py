@@ -39,15 +39,25 @@ class Accepter:
         self._new_connection = new_connection
         self._tasks = Tasks(lambda error: log.info("a connection was not taken", error=type(error).__name__))
         self._again: asyncio.TimerHandle | None = None
+        self._closed = False
         listening.setblocking(False)
         listening.listen(BACKLOG_CONNECTIONS)
         loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accepts no more; the socket is the caller's."""
-        self._loop.remove_reader(self._socket)
+        """Accepts no more; the socket is the caller's. Calling again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._socket)
         if self._again is not None:
             self._again.cancel()
+
+    def leave(self) -> None:
+        """Takes whoever has connected already, and gives the port up: others that share it get all who come."""
+        if not self._closed:
+            self._accept()
+            self.close()
+            self._socket.close()
 
     async def wait_closed(self) -> None:
         """Connections are their protocols' business, which the server ends."""
@@ -84,11 +94,13 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.server_state = ServerState()
         self.listening = asyncio.Event()
+        self.accepters: list[Accepter] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         loop = asyncio.get_running_loop()
-        self.servers = [Accepter(loop, one, self._new_connection) for one in sockets or ()]  # type: ignore[misc] # see there
+        self.accepters = [Accepter(loop, one, self._new_connection) for one in sockets or ()]
+        self.servers = list(self.accepters)  # type: ignore[arg-type] # see there
         self.listening.set()
 
     def _new_connection(self) -> HttpProtocol:
@@ -149,6 +161,11 @@ class HttpServer:
         """Returns when connections are accepted."""
         self._task = asyncio.get_running_loop().create_task(self._server.serve([self._socket]))
         await self._server.listening.wait()
+
+    def leave_port(self) -> None:
+        """Takes no new connections from here on; those that are open go on."""
+        for accepter in self._server.accepters:
+            accepter.leave()
 
     async def stop(self) -> None:
         """Closes idle connections at once and the others when their answer is out, within ``CLOSE_S_MAX``."""

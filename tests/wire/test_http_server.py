@@ -14,6 +14,7 @@ import uvloop
 from broker import http_server
 from broker.http_protocol import HttpProtocol
 from broker.http_server import Accepter
+from tests.waiting import until
 
 CLIENTS = 48
 TURNS = 6
@@ -59,6 +60,20 @@ def test_a_crowd_is_accepted_at_once(listening: socket.socket) -> None:
         return len(made)
 
     assert uvloop.run(turns()) == CLIENTS
+
+
+async def test_who_leaves_a_port_takes_along_who_had_connected(listening: socket.socket) -> None:
+    """Nobody's connection breaks, and the next one is another process's business."""
+    made: list[Counted] = []
+    address = listening.getsockname()
+    accepter = Accepter(asyncio.get_running_loop(), listening, lambda: new_connection(made))
+    accepter.leave()
+    accepter.leave()
+    accepter.close()
+    await until(lambda: len(made) == CLIENTS)
+    await accepter.wait_closed()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*address)
 
 
 async def test_it_goes_on_after_file_descriptors_ran_out(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
