@@ -188,6 +188,15 @@ async def test_a_forced_call_has_an_object_for_arguments_whatever_the_tool_says(
     assert (block["type"], block["name"]) == ("tool_use", "ask") and block["input"]["kind"] in ("a", "b")
 
 
+@pytest.mark.parametrize("given", [{}, {"parameters": {}}], ids=["absent", "empty"])
+async def test_a_tool_without_parameters_is_called_with_an_object(http: httpx.AsyncClient, given: dict[str, Any]) -> None:
+    """At OpenAI such a function has none; vLLM alone lets the model answer any JSON, such as null."""
+    tool = {"type": "function", "function": {"name": "now"} | given}
+    answer = await both(http, chat(tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=100))
+    ((_, function, arguments),) = said(answer)[0]["calls"]
+    assert (function, json.loads(arguments)) == ("now", {})
+
+
 async def test_stop_in_all_forms(http: httpx.AsyncClient) -> None:
     """A string, a list, token ids, with and without the stop in the output; what ended the answer is told."""
     full = said(await both(http, chat(max_tokens=40)))[0]["text"]

@@ -183,6 +183,11 @@ class OpenAiLayer:
 
     async def _render_chat(self, request: EngineRequest) -> Rendered:
         body = ChatCompletionRequest.model_validate_json(request.body)
+        for tool in body.tools or ():
+            function = getattr(tool, "function", None)
+            if function is not None and not function.parameters:
+                # At OpenAI this is a function without parameters. vLLM would take any JSON for its arguments, null too.
+                function.parameters = {"type": "object", "properties": {}}
         _check_body(body, request)
         if request.prompt_token_ids:
             # vLLM's own door for prompts that were tokenised elsewhere; templating and tokenising are skipped.
