@@ -84,5 +84,5 @@ async def test_every_peer_is_measured_or_listed_with_its_reason(tmp_path: Path, 
         assert min(system[key] for key in ("rps", "p50_ms", "p99_ms", "stream_chunks_per_s", "rss_mb")) > 0
     ours = systems["ours"]
     assert ours["added_p50_ms"] is not None and ours["idle_mb_per_1000_streams"] is not None, ours["idle_reason"]
-    assert ours["by_connections"]["4"]["bus_messages_per_request"] >= 4
+    assert ours["by_connections"]["4"]["bus_messages_per_request"] >= 2  # a hand in and out; frames are shared
     assert said["ratios"]["rps_vs_best_peer"] > 0 and said["ratios"]["rps_vs_litellm"] is None
