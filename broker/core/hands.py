@@ -1,6 +1,6 @@
 """Which requests go straight to a replica, without ticket and claim (ops/decisions/0026).
 
-A replica says with its frames what it would take of this gateway at once, which is nothing while tickets may wait for it.
+A replica says with its frames what it would take of this gateway at once, less what its open pulls were promised.
 A new request is handed to the replica with the most room, unless one of its lane waits in the queue. Where there is no
 room it is parked here for a while, since the next word may bring some; then it goes to the queue. The queue is also where
 replicas are met: while there is one that we have not heard from, nobody is parked.
@@ -60,7 +60,7 @@ class Link:
     def slots_for(self, pages: int) -> int:
         """How many requests it would take, the first of them with so many pages; 0 when it would not take that one."""
         room = self.room
-        if room is None or self.unanswered > SILENT_HELD_MAX:
+        if room is None:
             return 0
         slots, pages_left, tokens = room.slots - len(self.unseen), room.pages, room.tokens
         for _, other_pages, other_tokens in self.unseen:
@@ -150,8 +150,8 @@ class Hands:
         pages = live.profile.kv_pages_needed
         most, picked = 0, None
         for replica, link in self._serving.get(live.profile.model_hash, {}).items():
-            slots = link.slots_for(pages)
-            if slots > most and link.takes(live):
+            slots = link.slots_for(pages) if link.takes(live) else 0
+            if slots > most:
                 most, picked = slots, replica
         return picked
 
