@@ -354,18 +354,20 @@ def test_a_replica_with_room_is_handed_the_request() -> None:
     assert gateway(HAND_LOST) == []
 
 
+FOR_ADAPTER = e.RequestSubmitted(
+    request=R,
+    profile=profile(),
+    body=b"{}",
+    wait_until_s=20,
+    deadline_s=100,
+    adapter=Adapter(name="a", adapter_hash="1"),
+)
+
+
 def for_adapter(state: State) -> Gateway:
     """A gateway whose only request is for an adapter and in ``state``."""
     gateway = Gateway()
-    submitted = e.RequestSubmitted(
-        request=R,
-        profile=profile(),
-        body=b"{}",
-        wait_until_s=20,
-        deadline_s=100,
-        adapter=Adapter(name="a", adapter_hash="1"),
-    )
-    assert gateway(submitted) == ["publish gw-1.1.1 to s for 20"]
+    assert gateway(FOR_ADAPTER) == ["publish gw-1.1.1 to s for 20"]
     if state is not P:
         gateway(IS_STORED if state is S else TIMEOUT)
     assert gateway.core.state_of(R) is state
@@ -430,20 +432,12 @@ def test_an_adapter_is_handed_only_to_a_replica_whose_claims_know_adapters() -> 
     """The one with more room does not: it is never picked, and alone it sends the request to the queue."""
     gateway = Gateway()
     gateway.knows(HOLDER, slots=9)
-    submitted = e.RequestSubmitted(
-        request=R,
-        profile=profile(),
-        body=b"{}",
-        wait_until_s=20,
-        deadline_s=100,
-        adapter=Adapter(name="a", adapter_hash="1"),
-    )
-    assert gateway(submitted) == ["publish gw-1.1.1 to s for 20"]
+    assert gateway(FOR_ADAPTER) == ["publish gw-1.1.1 to s for 20"]
     assert gateway(e.ClaimReceived(Claim(request=R, attempt=1, replica=OTHER, adapters=True), 6))[1:] == [
         "granted gw-1.1 to rep-b after 0"
     ]
     gateway.frames(replica=OTHER, room=Room(hands=0, slots=2, pages=100, tokens=1000))
-    again = msgspec.structs.replace(submitted, request=RequestId("gw-2"))
+    again = msgspec.structs.replace(FOR_ADAPTER, request=RequestId("gw-2"))
     assert gateway(again) == ["hand 1 gw-2.1 to rep-b", "granted gw-2.1 to rep-b after 0"]
     assert gateway.submit(RequestId("base")) == ["hand 2 base.1 to rep-a", "granted base.1 to rep-a after 0"]
 

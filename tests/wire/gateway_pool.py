@@ -443,3 +443,17 @@ async def open_pool(
             )
         stack.push_async_callback(pool.clear)
         yield pool
+
+
+async def thinks_and_calls(run: Run) -> None:
+    """Reasoning, text, and two calls, the second whole in one piece."""
+    await run.say("", detail={"reasoning": "Let me "})
+    await run.say("", detail={"reasoning": "see."})
+    await run.say("I will look.")
+    call = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "look", "arguments": ""}}
+    await run.say("", detail={"tool_calls": [call]})
+    await run.say("", detail={"tool_calls": [{"index": 0, "function": {"arguments": '{"a":'}}]})
+    await run.say("", detail={"tool_calls": [{"index": 0, "function": {"arguments": "[1]}"}}]})
+    second = {"index": 1, "id": "call-2", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    await run.say("", detail={"tool_calls": [second]})
+    await run.end(finish="tool_calls")

@@ -15,7 +15,7 @@ from openai.types.responses import Response
 
 from subjects.messages import Failure, FailureKind
 from tests.servers import NatsServer
-from tests.wire.gateway_pool import Pool, Run, open_pool, record
+from tests.wire.gateway_pool import Pool, Run, open_pool, record, thinks_and_calls
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -124,20 +124,6 @@ async def test_a_stream_in_exact_order(pool: Pool, sdk: AsyncOpenAI) -> None:
     assert last["usage"]["total_tokens"] == 22
     stream = await sdk.responses.create(model=model.name, input="Hi", stream=True)
     assert [event.type async for event in stream] == KINDS_OF_TEXT
-
-
-async def thinks_and_calls(run: Run) -> None:
-    """Reasoning, text, and two calls, the second whole in one piece."""
-    await run.say("", detail={"reasoning": "Let me "})
-    await run.say("", detail={"reasoning": "see."})
-    await run.say("I will look.")
-    call = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "look", "arguments": ""}}
-    await run.say("", detail={"tool_calls": [call]})
-    await run.say("", detail={"tool_calls": [{"index": 0, "function": {"arguments": '{"a":'}}]})
-    await run.say("", detail={"tool_calls": [{"index": 0, "function": {"arguments": "[1]}"}}]})
-    second = {"index": 1, "id": "call-2", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    await run.say("", detail={"tool_calls": [second]})
-    await run.end(finish="tool_calls")
 
 
 @pytest.mark.parametrize("stream", [False, True])
