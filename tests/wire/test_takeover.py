@@ -26,7 +26,7 @@ from tests.core.scheduler_world import record
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.scripted_agent import ScriptedAgent
-from tests.wire.test_scheduler import Rig, rig_on
+from tests.wire.test_scheduler import Rig, Standing, rig_on
 
 
 async def journal(rig: Rig) -> list[tuple[str, object]]:
@@ -34,6 +34,16 @@ async def journal(rig: Rig) -> list[tuple[str, object]]:
     messages = await rig.bus.stream_read(names.JOURNAL_STREAM)
     records = [decode(message.payload, JournalRecord) for message in messages]
     return [(one.writer, entry) for one in records for entry in one.entries]
+
+
+async def written(rig: Rig, who: Standing, last: type) -> list[tuple[str, object]]:
+    """The journal once ``who`` wrote a ``last`` into it; a record leaves the line before the bus has it."""
+    for _ in range(400):
+        entries = await journal(rig)
+        if any(writer == who.scheduler and isinstance(entry, last) for writer, entry in entries):
+            return entries
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{who.scheduler} wrote no {last.__name__}")
 
 
 async def test_a_swap_whose_leader_dies_between_unload_and_load_is_finished(
@@ -63,8 +73,7 @@ async def test_a_swap_whose_leader_dies_between_unload_and_load_is_finished(
         await until(lambda: rig.agent.ready == ["b"], "b is loaded")
         assert [c.record.name for c in rig.agent.commands if isinstance(c, LoadModel)] == ["a", "b"]
         await until(lambda: second.journal.known.unfinished() == (), "nothing is left unfinished")
-        await until(lambda: not second.journal._waiting, "and that is written")
-        entries = await journal(rig)
+        entries = await written(rig, second, TransactionEnded)
         begun = [(w, e.transaction) for w, e in entries if isinstance(e, TransactionBegan) and e.record is not None]
         assert [w for w, _ in begun] == [writer, writer]
         swap = begun[1][1]
@@ -122,7 +131,7 @@ async def test_a_deposed_leader_that_writes_gives_up_its_lease(nats_server: Nats
         await rig.apply(record("a"))
         rig.waiting = {"a": 1}
         await until(lambda: rig.agent.ready == ["a"], "a is loaded")
-        await until(lambda: not scheduler.journal._waiting, "it is written")
+        await written(rig, scheduler, StepSent)
         assert scheduler.lease.epoch is not None
         other = JournalRecord(epoch=scheduler.lease.epoch + 1, writer="another", entries=())
         await rig.bus.stream_publish(names.JOURNAL, encode(other))
