@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker import journal_keeper
+from broker.scheduler import Scheduler
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.errors import QueueFull
@@ -26,7 +27,7 @@ from tests.core.scheduler_world import record
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.scripted_agent import ScriptedAgent
-from tests.wire.test_scheduler import Rig, Standing, rig_on
+from tests.wire.test_scheduler import Rig, rig_on
 
 
 async def journal(rig: Rig) -> list[tuple[str, object]]:
@@ -36,7 +37,7 @@ async def journal(rig: Rig) -> list[tuple[str, object]]:
     return [(one.writer, entry) for one in records for entry in one.entries]
 
 
-async def written(rig: Rig, who: Standing, last: type) -> list[tuple[str, object]]:
+async def written(rig: Rig, who: Scheduler, last: type) -> list[tuple[str, object]]:
     """The journal once ``who`` wrote a ``last`` into it; a record leaves the line before the bus has it."""
     for _ in range(400):
         entries = await journal(rig)
