@@ -1,5 +1,13 @@
-"""KV cache tiers, their index and their hotness.
+"""KV cache outside the engine: a tier in host memory, a tier on disk, an index of who holds what, and its hotness.
 
-Empty for now, on purpose: engines keep KV pages in their own memory only. Block hashing for request profiles is in
-``profiles.blocks``, since a profile carries the head of its chain whether or not any tier stores pages.
+Contract of this folder. A *block* is the KV of ``block_size`` tokens in all layers, one page of the engine's own cache. A
+*page* is 64 KiB of host memory or of a file; a block takes as many as it needs. A *span* is the run of blocks that covers
+256 tokens, the unit of the index; it is named by the hash of its last block. Hashes are those of ``profiles.blocks``.
+
+One *node* process per worker owns the tiers of its host: ``node`` (shell), ``host_tier``, ``store`` with ``segments`` and
+``kvc_format`` (the ``.kvc`` files), ``codecs``. Engines reach it through ``client`` over a socket of that host, other nodes
+over ``data_path``. ``vllm_connector`` is the engine's side. ``redis_index`` shares the hotness with other nodes.
+``core`` decides, without IO: what is hot, who goes first, who holds a prefix, whether fetching beats computing.
+
+Whatever fails in here costs time, never text: a block that cannot be read and verified in time is computed again.
 """

@@ -16,6 +16,7 @@ ALL_INGRESS_TELEMETRY = f"{PREFIX}.tel.ingress.*"
 ALL_WORKER_EVENTS = f"{PREFIX}.evt.worker.*"
 ALL_ALERTS = f"{PREFIX}.alert.>"
 ALL_CONTROL = f"{PREFIX}.ctl.*"
+ALL_KV_INDEX = f"{PREFIX}.kv.index.*"
 ALL_INFER = f"{PREFIX}.infer.*"
 
 ALERT_STREAM = "carpool-alert"
@@ -144,9 +145,14 @@ def control(verb: str) -> str:
     return f"{PREFIX}.ctl.{_token(verb)}"
 
 
-def kv_index(model: ModelKey) -> str:
-    """Block segments stored, touched or dropped by the replicas of a model."""
-    return f"{PREFIX}.kv.{_token(model)}"
+def kv_index(worker: WorkerId) -> str:
+    """Spans of KV that a worker's node gained, used or lost (``KvIndexed``)."""
+    return f"{PREFIX}.kv.index.{_token(worker)}"
+
+
+def kv_ask(worker: WorkerId) -> str:
+    """Where a worker's node answers ``KvAsk``: what it has of a chain, and where to fetch it."""
+    return f"{PREFIX}.kv.ask.{_token(worker)}"
 
 
 def traffic(ingress: IngressId) -> str:
