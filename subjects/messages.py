@@ -470,6 +470,10 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that one replica holds at once; 0: it is started without any."""
     adapters_rank_max: int = 0
     """The largest rank of an adapter that it takes."""
+    kv_reuse: bool = True
+    """Whether KV that was computed may outlive its engine (``spec.kv.reuse``)."""
+    kv_codec: str = "none"
+    """How KV is written to disk (``kvcache.codecs``)."""
 
 
 # ------------------------------------------------------------------------------------------------------------ telemetry

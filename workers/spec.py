@@ -24,6 +24,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     queue_shards: int = 1
     threads: int = 1
     """CPU threads the engine may use."""
-    """How long deltas may be gathered into one message; 0 sends one message per engine step."""
     turns_directory: str = ""
     """Where engines that share a device take turns (``workers.turns``); empty: each steps when it likes."""
+    kv_socket: str = ""
+    """Where the worker's KV node listens (``kvcache.client``); empty: KV stays in the engine."""
