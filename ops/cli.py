@@ -11,6 +11,7 @@ import click
 from ops.calibrate_cli import calibrate
 from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
 from ops.event_cli import event
+from ops.evidence_cli import bench, prove, replay_scheduler
 from ops.people_cli import drain, explain, lock, mode, unlock
 from ops.simulate_cli import simulate
 
@@ -408,77 +409,9 @@ def demo(keep: bool, as_json: bool) -> None:
     sys.exit(run(run_demo(models_of_demo(quiet=as_json), keep=keep, as_json=as_json)))
 
 
-@main.command(short_help="Run the fixed oracles of a part on real processes.")
-@click.argument("part", type=click.Choice(["main-job", "scheduler"]))
-@click.option("--only", multiple=True, help="Run only this oracle of the part. May be repeated.")
-@click.option("--seed", default=0, show_default=True, help="Another seed gives other prompts and other bursts.")
-@json_option
-def prove(part: str, only: tuple[str, ...], seed: int, as_json: bool) -> None:
-    """Run the fixed oracles of a part on real processes; exit code 0 when every bound held.
-
-    \b
-    carpool prove main-job --json
-    carpool prove main-job --only cancels --only kill9
-    carpool prove scheduler --json
-    """
-    import json
-
-    from ops.prove import prove as run_proof
-
-    result = run(run_proof(part, lambda line: click.echo(f"prove: {line}", err=True), only, seed))
-    click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
-    sys.exit(0 if result["ok"] else 1)
-
-
-@main.command("replay-scheduler", short_help="Decide again what a scheduler's recording holds, and compare.")
-@click.argument("file", type=click.Path(path_type=Path))
-@json_option
-def replay_scheduler(file: Path, as_json: bool) -> None:
-    """Feed a scheduler's recording to a fresh one and compare what it orders; exit code 0 when it is the very same.
-
-    \b
-    carpool up --record-scheduler decisions.rec
-    carpool replay-scheduler decisions.rec
-    """
-    from ops.replay_scheduler import replay_and_tell
-
-    sys.exit(replay_and_tell(file, as_json=as_json))
-
-
-@main.command()
-@click.argument("what", type=click.Choice(["gateway"]))
-@click.option("--peers", is_flag=True, help="Beside the routers of others that are on PATH, at 16 and 256 connections.")
-@click.option("--seconds", type=float, help="Length of each measurement.  [default: 8, with --peers 4]")
-@click.option("--connections", default=16, show_default=True, help="Connections of the load, without --peers.")
-@json_option
-def bench(what: str, peers: bool, seconds: float | None, connections: int, as_json: bool) -> None:
-    """Measure the gateway beside a bare echo server in the same run.
-
-    With --peers: vllm-router, smg, sglang-router and litellm, each installed by pip into an environment of its own whose bin
-    is on PATH (pip install vllm-router smg 'litellm[proxy]'). A quarter of an hour on two cores; always one line of JSON.
-
-    \b
-    carpool bench gateway --json
-    PATH="$HOME/peers/bin:$PATH" carpool bench gateway --peers
-    """
-    import json
-
-    from ops.bench.gateway import bench_gateway
-
-    assert what == "gateway"
-    say = lambda line: click.echo(f"bench: {line}", err=True)  # noqa: E731
-    if peers:
-        from ops.bench.against_peers import Plan, bench_against_peers
-
-        click.echo(json.dumps(run(bench_against_peers(say, Plan() if seconds is None else Plan(seconds=seconds)))))
-        return
-    result = run(bench_gateway(say, seconds=8.0 if seconds is None else seconds, connections=connections))
-    click.echo(json.dumps(result) if as_json else json.dumps(result, indent=2))
-
-
 main.add_command(simulate)
 main.add_command(calibrate)
-for command in (explain, lock, unlock, drain, mode, event):
+for command in (prove, replay_scheduler, bench, explain, lock, unlock, drain, mode, event):
     main.add_command(command)
 
 

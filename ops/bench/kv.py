@@ -1,0 +1,65 @@
+"""``carpool bench kv``: what the KV tiers give, each figure beside what bounds it, measured in the same run."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from subjects.errors import ConfigError
+
+PARTS = ("store", "transfer", "hotness", "affinity", "replay", "codecs", "engine")
+"""Each is a module ``ops.bench.kv_<part>`` with ``async def measure(bench: KvBench) -> dict``."""
+
+GOALS: dict[str, tuple[str, float]] = {
+    "l2_write_ratio": (">=", 0.8),
+    "l2_read_ratio": (">=", 0.8),
+    "migrate_ratio": (">=", 0.7),
+    "ttft_hit_ratio": ("<=", 0.35),
+    "shared_doc_latency_cut": (">=", 0.29),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvBench:
+    """What a run is told; the defaults are the figures that decisions and notes give."""
+
+    say: Callable[[str], None]
+    """Takes lines of progress."""
+    seed: int = 0
+    store_bytes: int = 2 << 30
+    """What the disk tier writes and reads in one round."""
+    directory: Path | None = None
+    """Where the disk tier's files go; None: the temporary directory."""
+    text: Path | None = None
+    """Text that the codecs are tried on; None: the one that comes with us."""
+    trace: Path | None = None
+    """Trace in Mooncake's form (a JSON object per line, gzip or plain); None: the one that comes with us."""
+
+
+async def bench_kv(bench: KvBench, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Runs the parts one after the other and merges their figures; ``goals`` says which were met.
+
+    Raises:
+        ConfigError: ``only`` names a part that is not there.
+    """
+    for name in only:
+        if name not in PARTS:
+            raise ConfigError(f"--only {name}: no such part; use one of {', '.join(PARTS)}")
+    result: dict[str, Any] = {"bench": "kv", "seed": bench.seed}
+    for part in PARTS:
+        if only and part not in only:
+            continue
+        began_s = time.monotonic()
+        bench.say(f"{part}: measuring")
+        result |= await importlib.import_module(f"ops.bench.kv_{part}").measure(bench)
+        bench.say(f"{part}: done in {time.monotonic() - began_s:.0f} s")
+    result["goals"] = {
+        f"{name} {sign} {bound:g}": result[name] >= bound if sign == ">=" else result[name] <= bound
+        for name, (sign, bound) in GOALS.items()
+        if name in result
+    }
+    return result
