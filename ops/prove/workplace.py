@@ -67,7 +67,9 @@ async def running_pool(
     device: str,
     *flags: str,
     scheduler_flags: Sequence[str] = (),
+    gateway_flags: Sequence[str] = (),
     more: Mapping[str, Sequence[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Pool]:
     """A running pool with ``services`` (YAML) applied. ``flags`` are the worker's; ``more`` parts run beside the usual."""
     options = PoolOptions(
@@ -75,6 +77,8 @@ async def running_pool(
         devices=(device,),
         worker_flags=flags,
         scheduler_flags=tuple(scheduler_flags),
+        gateway_flags=tuple(gateway_flags),
+        environment=dict(environment or {}),
         more={name: tuple(words) for name, words in (more or {}).items()},
     )
     async with Pool(options) as pool:
@@ -107,11 +111,14 @@ def simulated(name: str, *, load_s: float, baseline_gb: float, slots: int = 8, o
     return service(name, "", engine, resources=f"baseline_memory_gb: {baseline_gb}", strategy="max_wait_s: 110")
 
 
-def client_of(pool: Pool) -> httpx.AsyncClient:
+def client_of(pool: Pool, *, key: str = "") -> httpx.AsyncClient:
     import httpx
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    return httpx.AsyncClient(base_url=f"{pool.http_url}/v1", timeout=ANSWER_S_MAX, limits=limits, trust_env=False)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(
+        base_url=f"{pool.http_url}/v1", timeout=ANSWER_S_MAX, limits=limits, trust_env=False, headers=headers
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,8 @@ class Answer:
     first_s: float
     ended_s: float
     error: str = ""
+    cached_tokens: int = 0
+    """Of the prompt; only answers that are not streamed tell."""
 
     @property
     def whole(self) -> bool:
@@ -147,7 +156,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int, *
         **extra,
     }
     begun_s = time.monotonic()
-    status, attempt, first_s, finish, error = 0, 0, 0.0, "", ""
+    status, attempt, first_s, finish, error, cached = 0, 0, 0.0, "", "", 0
     text: list[str] = []
     try:
         async with client.stream("POST", "/chat/completions", json=body) as response:
@@ -159,6 +168,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int, *
                 if status == 200:
                     text.append(content["choices"][0]["message"]["content"] or "")
                     finish = content["choices"][0]["finish_reason"] or ""
+                    cached = (content["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                 else:
                     error = str(content["error"]["message"])
             else:
@@ -175,7 +185,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int, *
     except httpx.HTTPError as problem:
         error = f"{type(problem).__name__}: {problem}"
     ended_s = time.monotonic()
-    return Answer(model, status, "".join(text), finish, attempt, begun_s, first_s or ended_s, ended_s, error)
+    return Answer(model, status, "".join(text), finish, attempt, begun_s, first_s or ended_s, ended_s, error, cached)
 
 
 @contextlib.asynccontextmanager
