@@ -116,6 +116,14 @@ class ReplicaState(Enum):
     ABSENT = "absent"
 
 
+class KvTier(Enum):
+    """Where a span lies; the first is the fastest."""
+
+    ENGINE = "engine"
+    HOST = "host"
+    DISK = "disk"
+
+
 # -------------------------------------------------------------------------------------------------------------- request
 
 
@@ -538,6 +546,53 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the last prompts' tokens that the engine found in its prefix cache; None where it does not tell."""
 
 
+class KvTierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of a KV node; ``limit_bytes`` is what it may use."""
+
+    tier: KvTier
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    blocks: int = 0
+
+
+class KvModelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a KV node holds of one model's KV, and counts since the node's start, in blocks."""
+
+    kv_signature: str
+    host_bytes: int = 0
+    host_blocks: int = 0
+    disk_bytes: int = 0
+    disk_blocks: int = 0
+    hits: int = 0
+    """Blocks that were asked for and found in a tier or fetched."""
+    misses: int = 0
+    evicted: int = 0
+    """Blocks that left the last tier that had them."""
+
+
+class KvReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's KV node, as its agent last heard it."""
+
+    running: bool
+    note: str = ""
+    """Why it does not run, or what it does without (a disk that cannot be written)."""
+    tiers: tuple[KvTierReport, ...] = ()
+    models: tuple[KvModelReport, ...] = ()
+    """Those with most bytes; bounded."""
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    """Blocks that were dropped since their checksum was wrong."""
+    refused: int = 0
+    """Blocks that were not kept: no room, or the write budget is spent."""
+    write_bytes_left: int | None = None
+    """What may still be written to disk today; None: no bound."""
+    redis: str = ""
+    """``ok``, ``away``, or empty: there is none."""
+    address: str = ""
+    """Where other nodes fetch from."""
+
+
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """An agent's whole state: on change, and every 5 s. What the agent says is loaded is the truth."""
 
@@ -549,6 +604,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceReport, ...]
     replicas: tuple[ReplicaReport, ...]
     draining: bool = False
+    kv: KvReport | None = None
+    """Its KV node; None: there is none."""
 
 
 class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
@@ -601,6 +658,17 @@ class PoolReplica(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
+class PoolKv(msgspec.Struct, frozen=True, kw_only=True):
+    """What the KV nodes of the whole pool tell of one model, for metrics (OPS-2)."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    hits: int = 0
+    """Blocks found, since the nodes' starts; as are the misses."""
+    misses: int = 0
+    evictions_per_s: float = 0.0
+
+
 class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway needs to know of a model; ``refusal`` is set when it can never fit, with the numbers."""
 
@@ -614,6 +682,8 @@ class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     class_weights: dict[str, int] = {}
     waiting_queues: tuple[tuple[SlaClass, Lane], ...] | None = None
     """Where gateways report waiting tickets, so that replicas make room only for lanes in need; None when not counted."""
+    kv: PoolKv | None = None
+    """Its KV outside engines; None where no node has any."""
 
 
 class PoolDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -642,14 +712,6 @@ class TimelineEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ------------------------------------------------------------------------------------------------------------- KV tiers
-
-
-class KvTier(Enum):
-    """Where a span lies; the first is the fastest."""
-
-    ENGINE = "engine"
-    HOST = "host"
-    DISK = "disk"
 
 
 class KvSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -799,10 +861,16 @@ class WakeReplica(Command, frozen=True, kw_only=True, tag="wake-replica"):
 
 
 class EvictKv(Command, frozen=True, kw_only=True, tag="evict-kv"):
-    """Drop the given share of a model's KV pages."""
+    """Drop the given share of a model's KV, in bytes, from the host memory and from the disk of this worker's KV node each,
+    coldest first; with a ratio of 1 also what idle engines of the model keep for themselves."""
 
-    replica: ReplicaId
+    replica: ReplicaId | None = None
+    """Of older peers, whose command was about one replica: not looked at."""
     ratio: float
+    model_hash: ModelHash | None = None
+    kv_signature: str = ""
+    """``ModelRecord.kv_signature``: models that share their KV share its eviction."""
+    timeout_s: float = 60.0
 
 
 class ResizeKv(Command, frozen=True, kw_only=True, tag="resize-kv"):
@@ -813,11 +881,19 @@ class ResizeKv(Command, frozen=True, kw_only=True, tag="resize-kv"):
 
 
 class MigrateKv(Command, frozen=True, kw_only=True, tag="migrate-kv"):
-    """Tell ``target`` which block chains of ``source`` it may pull."""
+    """Pull from the KV node of ``source_worker`` what this worker's node lacks of a model's chains, all tenants' (KVC-4).
 
-    source: ReplicaId
-    target: ReplicaId
+    The command goes to the worker that pulls. The source keeps what it has.
+    """
+
+    source: ReplicaId | None = None
+    """This one, ``target`` and ``index`` are of older peers, whose command was about replicas: not looked at."""
+    target: ReplicaId | None = None
     index: bytes = b""
+    source_worker: WorkerId | None = None
+    model_hash: ModelHash | None = None
+    kv_signature: str = ""
+    timeout_s: float = 600.0
 
 
 WorkerCommand = (
@@ -864,6 +940,8 @@ class OperationEnded(msgspec.Struct, frozen=True, kw_only=True, tag="operation-e
     took_s: float = 0.0
     withdrawn: bool = False
     """A later command took it back, so the failure is nobody's fault."""
+    detail: str = ""
+    """What was done, where its success alone does not say; for people."""
 
 
 class ReplicaDied(msgspec.Struct, frozen=True, kw_only=True, tag="replica-died"):
@@ -880,13 +958,24 @@ WorkerEvent = OperationProgressed | OperationEnded | ReplicaDied
 # -------------------------------------------------------------------------------------------------------------- journal
 
 
+class KvOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person asked of a model's KV tiers."""
+
+    kv_signature: str
+    ratio: float = 0.0
+    """Of an eviction."""
+    source: WorkerId | None = None
+    """Of a migration: from where."""
+    timeout_s: float = 60.0
+
+
 class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     """A transaction was decided: everything that a successor needs to finish it. Times are wall-clock seconds."""
 
     transaction: str
     """``<epoch>-<number>``."""
     kind: str
-    """``place``, ``retire``, ``resize-kv`` or ``set-concurrency``."""
+    """``place``, ``retire``, ``resize-kv``, ``set-concurrency``, ``evict-kv`` or ``migrate-kv``."""
     at_unix_s: float
     reason: str
     worker: WorkerId
@@ -907,6 +996,8 @@ class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     drain_s: float = 0.0
     kv_bytes: int | None = None
     slots: int | None = None
+    kv: KvOrder | None = None
+    """What ``evict-kv`` and ``migrate-kv`` ask of the KV node of ``worker``."""
 
 
 class StepSent(msgspec.Struct, frozen=True, kw_only=True, tag="step-sent"):
@@ -926,6 +1017,8 @@ class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag="step-ended"):
     operation: OperationId
     at_unix_s: float
     failure: str = ""
+    detail: str = ""
+    """What was done, where its success alone does not say."""
 
 
 class TransactionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):

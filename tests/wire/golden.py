@@ -69,6 +69,8 @@ def _value(info: msgspec.inspect.Type, name: str) -> Any:
             return [_value(part, f"{name}.{index}") for index, part in enumerate(info.item_types)]
         case msgspec.inspect.DictType():
             return {_value(info.key_type, f"{name}.key"): _value(info.value_type, f"{name}.value")}
+        case msgspec.inspect.StructType(array_like=True):
+            return [_value(field.type, f"{info.cls.__name__}.{field.encode_name}") for field in info.fields]
         case msgspec.inspect.StructType():
             tag = {} if info.tag is None else {info.tag_field or "type": info.tag}
             return tag | {

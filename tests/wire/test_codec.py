@@ -196,8 +196,9 @@ def test_hostile_bytes_are_a_decode_error(case: str) -> None:
             assert error.__cause__ is None
             assert error.__suppress_context__
         else:
-            # Messages of nothing but defaults take any map; what it says is ignored.
-            assert message == kind()
+            # Messages of defaults and at most an id take any map that has it; what else it says is ignored.
+            ids = [field.name for field in msgspec.structs.fields(kind) if field.required]
+            assert message == kind(**dict.fromkeys(ids, SECRET))
     assert time.monotonic() - started_s < 10
 
 
