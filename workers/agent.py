@@ -51,6 +51,7 @@ from workers.core.agent_events import (
     AgentCommand,
     AgentEvent,
     AgentSettings,
+    AskKv,
     BusRestored,
     CommandReceived,
     ControlLost,
@@ -58,6 +59,7 @@ from workers.core.agent_events import (
     Device,
     ExitAgent,
     KillReplica,
+    KvAnswered,
     MemorySampled,
     ProcessExited,
     PublishEvent,
@@ -322,6 +324,8 @@ class Agent:
                 if child is not None:
                     log.info("killing", replica=replica, signal=number)
                     signal_group(child.pid, number)
+            case AskKv(asked):
+                self._loop.call_soon(self._feed, KvAnswered(asked.operation, failure="this worker has no KV node"))
             case ReplyCommand(token, reply):
                 if token:
                     self._put(token, encode(reply))

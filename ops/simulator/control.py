@@ -275,8 +275,8 @@ class Control:
                 case agents.PublishSnapshot():
                     report = WorkerReported(command.snapshot)
                     self._after(lambda report=report: self._scheduler(report))  # type: ignore[misc]
-                case agents.ExitAgent():
-                    raise AssertionError("no agent is told to end")
+                case agents.ExitAgent() | agents.AskKv():
+                    raise AssertionError("no agent is told to end, and none has a KV node")
                 case _:
                     assert_never(command)
 

@@ -40,9 +40,12 @@ from subjects.messages import (
     CommandReply,
     DeviceKind,
     EngineType,
+    EvictKv,
     IngressTelemetry,
+    KvReport,
     Lane,
     LoadModel,
+    MigrateKv,
     ModelDemand,
     ModelRecord,
     PoolDigest,
@@ -69,11 +72,14 @@ from workers.core.agent_events import (
     AgentCommand,
     AgentEvent,
     AgentSettings,
+    AskKv,
     CommandReceived,
     ControlReceived,
     Device,
     ExitAgent,
     KillReplica,
+    KvAnswered,
+    KvReported,
     ProcessExited,
     PublishEvent,
     PublishSnapshot,
@@ -143,8 +149,14 @@ class SimReplica:
 class SimAgent:
     """A real agent core with simulated processes behind it."""
 
-    def __init__(self, world: World, name: str, devices: dict[str, float], engines: tuple[EngineType, ...]) -> None:
+    def __init__(
+        self, world: World, name: str, devices: dict[str, float], engines: tuple[EngineType, ...], *, kv: bool = False
+    ) -> None:
         self.world = world
+        self.kv_asked: list[EvictKv | MigrateKv] = []
+        """What its KV node was asked for."""
+        self.kv_s: float | None = 0.2
+        """How long the node takes to do it; None: it never answers."""
         self.worker = WorkerId(f"{name}-{world.draw():010x}")
         self.alive = True
         self.deaf = False
@@ -159,6 +171,7 @@ class SimAgent:
                     for device, gib in devices.items()
                 ),
                 engines=engines,
+                kv=kv,
             )
         )
         self.capacity = {DeviceId(device): int(gib * GIB) for device, gib in devices.items()}
@@ -167,6 +180,8 @@ class SimAgent:
         self._replies: dict[str, Callable[[CommandReply], None]] = {}
         self._tick()
         self._beat()
+        if kv:
+            self.step(KvReported(KvReport(running=True)))
 
     def _beat(self) -> None:
         if not self.alive:
@@ -232,6 +247,11 @@ class SimAgent:
                 found = self.replicas.get(command.replica)
                 if found is not None:
                     world.later(0.02, lambda: self._exit(found, -9))
+            case AskKv():
+                self.kv_asked.append(command.command)
+                if self.kv_s is not None:
+                    answer = KvAnswered(command.command.operation, detail="412 blocks")
+                    world.later(self.kv_s, lambda: self.step(answer))
             case ReplyCommand():
                 self._replies.pop(command.token)(command.reply)
             case PublishEvent():
@@ -519,16 +539,26 @@ class World:
     # ---- what tests ask
 
     def agent(
-        self, name: str = "w", engines: tuple[EngineType, ...] = (EngineType.SIMULATED,), **devices: float
+        self,
+        name: str = "w",
+        engines: tuple[EngineType, ...] = (EngineType.SIMULATED,),
+        *,
+        kv: bool = False,
+        **devices: float,
     ) -> SimAgent:
-        """A worker with devices of so many GiB."""
-        return self.agent_of(name, devices or {"cpu0": 1.0}, engines)
+        """A worker with devices of so many GiB, and with a KV node that answers if ``kv``."""
+        return self.agent_of(name, devices or {"cpu0": 1.0}, engines, kv=kv)
 
     def agent_of(
-        self, name: str, devices: dict[str, float], engines: tuple[EngineType, ...] = (EngineType.SIMULATED,)
+        self,
+        name: str,
+        devices: dict[str, float],
+        engines: tuple[EngineType, ...] = (EngineType.SIMULATED,),
+        *,
+        kv: bool = False,
     ) -> SimAgent:
         """The same for computed devices."""
-        agent = SimAgent(self, name, devices, engines)
+        agent = SimAgent(self, name, devices, engines, kv=kv)
         self.agents.append(agent)
         return agent
 

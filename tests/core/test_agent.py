@@ -18,9 +18,7 @@ from subjects.messages import (
     DeviceKind,
     DrainReplica,
     EngineType,
-    EvictKv,
     LoadModel,
-    MigrateKv,
     ModelRecord,
     OperationEnded,
     OperationProgressed,
@@ -855,9 +853,7 @@ def test_concurrency_is_told_and_bounded() -> None:
     [
         SleepReplica(operation=OperationId("op"), epoch=1, replica=ReplicaId("r-0")),
         WakeReplica(operation=OperationId("op"), epoch=1, replica=ReplicaId("r-0")),
-        EvictKv(operation=OperationId("op"), epoch=1, replica=ReplicaId("r-0"), ratio=0.5),
         ResizeKv(operation=OperationId("op"), epoch=1, replica=ReplicaId("r-0"), kv_bytes=1),
-        MigrateKv(operation=OperationId("op"), epoch=1, source=ReplicaId("r-0"), target=ReplicaId("s-0")),
     ],
 )
 def test_what_no_engine_offers_is_refused(command: WorkerCommand) -> None:

@@ -595,8 +595,8 @@ class AgentNode(Actor):
             case agt.PublishSnapshot(snapshot):
                 for scheduler in world.schedulers:
                     net.send(self, scheduler, lambda s=scheduler: s.feed(sch.WorkerReported(snapshot)))  # type: ignore[misc]
-            case agt.ExitAgent():
-                raise AssertionError("nobody shuts an agent down here")
+            case agt.ExitAgent() | agt.AskKv():
+                raise AssertionError("nobody shuts an agent down here, and none has a KV node")
             case _:
                 assert_never(command)
 

@@ -12,6 +12,7 @@ The rules, all on this page:
   does not stop is killed, and one that serves and leaves a ping unanswered is killed.
 - An operation id is applied once. A repeated one is answered so, and the event of its end is sent again.
 - A command under a lower epoch than the highest seen is refused.
+- What is asked of the KV node ends with its answer or with its bound; its death ends no replica (``agent_kv``).
 
 Pings are judged only while a replica serves: loading may block its event loop, and the load has its own bound.
 """
@@ -67,12 +68,16 @@ from workers.core.agent_events import (
     AgentCommand,
     AgentEvent,
     AgentSettings,
+    AskKv,
     BusRestored,
     CommandReceived,
     ControlLost,
     ControlReceived,
     ExitAgent,
     KillReplica,
+    KvAnswered,
+    KvProgressed,
+    KvReported,
     MemorySampled,
     ProcessExited,
     PublishEvent,
@@ -85,6 +90,7 @@ from workers.core.agent_events import (
     SpawnReplica,
     Ticked,
 )
+from workers.core.agent_kv import KvDesk
 from workers.core.agent_refusals import Refusals
 from workers.core.agent_replica import (
     LOAD_STATES,
@@ -140,7 +146,8 @@ class AgentCore:
         self._settings = settings
         self._ledger = DeviceLedger(settings.devices)
         self._replicas: dict[ReplicaId, Replica] = {}
-        self._refusals = Refusals(settings, self._ledger, self._replicas)
+        self._kv = KvDesk(settings.worker, enabled=settings.kv)
+        self._refusals = Refusals(settings, self._ledger, self._replicas, self._kv)
         self._loading: dict[DeviceId, ReplicaId] = {}
         self._operations: dict[OperationId, Operation] = {}
         self._ended: deque[OperationId] = deque()
@@ -164,7 +171,7 @@ class AgentCore:
     @property
     def next_wake_s(self) -> float:
         """When a ``Ticked`` is wanted; never infinite, since full snapshots are periodic."""
-        wakes = [self._snapshot_due_s]
+        wakes = [self._snapshot_due_s, self._kv.next_wake_s]
         for replica in self._replicas.values():
             wakes.extend(replica.timers())
         return min(wakes)
@@ -191,6 +198,7 @@ class AgentCore:
             ),
             replicas=tuple(self._report(now_s, replica) for replica in self._replicas.values()),
             draining=self._shutting_down,
+            kv=self._kv.report,
         )
 
     def _resident_bytes(self, device: DeviceId) -> int:
@@ -259,6 +267,12 @@ class AgentCore:
                 self._process_exited(now_s, event)
             case MemorySampled():
                 self._memory_sampled(event)
+            case KvReported():
+                self._kv_reported(event)
+            case KvProgressed():
+                self._kv_progressed(event)
+            case KvAnswered():
+                self._kv_answered(now_s, event.operation, event.failure, event.detail)
             case BusRestored():
                 self._changed = True
             case ShutdownStarted():
@@ -266,6 +280,8 @@ class AgentCore:
             case Ticked():
                 for replica in list(self._replicas.values()):
                     self._tick(now_s, replica)
+                for operation in self._kv.overdue(now_s):
+                    self._kv_answered(now_s, operation, "the KV node did not answer in time", "")
             case _:
                 assert_never(event)
         self._publish(now_s)
@@ -395,7 +411,8 @@ class AgentCore:
                 self._changed = True
                 self._load_next(now_s)
             case EvictKv() | MigrateKv():
-                raise AssertionError("refused before")
+                self._kv.begin(now_s, command)
+                self._out.append(AskKv(command=command))
             case _:
                 assert_never(command)
 
@@ -423,7 +440,9 @@ class AgentCore:
                 )
             )
 
-    def _end(self, now_s: float, operation_id: OperationId, failure: str, *, withdrawn: bool = False) -> None:
+    def _end(
+        self, now_s: float, operation_id: OperationId, failure: str, *, withdrawn: bool = False, detail: str = ""
+    ) -> None:
         operation = self._operations[operation_id]
         assert operation.ended is None, "an operation ends once"
         operation.ended = OperationEnded(
@@ -433,6 +452,7 @@ class AgentCore:
             failure=failure,
             took_s=now_s - operation.started_s,
             withdrawn=withdrawn,
+            detail=detail,
         )
         self._out.append(PublishEvent(event=operation.ended))
         self._remember_ended(operation_id)
@@ -457,6 +477,29 @@ class AgentCore:
             self._end(now_s, operation_id, unload_failure)
         replica.drain_operations.clear()
         replica.unload_operations.clear()
+
+    # ---- the KV node
+
+    def _kv_reported(self, event: KvReported) -> None:
+        before = self._kv.report
+        assert before is not None, "only a worker with a node hears of one"
+        self._kv.report = event.report
+        self._changed |= (before.running, before.note) != (event.report.running, event.report.note)
+        self._counters_changed |= before != event.report
+
+    def _kv_progressed(self, event: KvProgressed) -> None:
+        if self._kv.runs(event.operation):
+            told = OperationProgressed(
+                worker=self._settings.worker,
+                operation=event.operation,
+                state=ReplicaState.READY,
+                detail=_one_line(event.detail),
+            )
+            self._out.append(PublishEvent(event=told))
+
+    def _kv_answered(self, now_s: float, operation: OperationId, failure: str, detail: str) -> None:
+        if self._kv.ended(operation):
+            self._end(now_s, operation, _one_line(failure), detail=_one_line(detail))
 
     # ---- from load to ready
 
@@ -780,6 +823,8 @@ class AgentCore:
             return
         self._shutting_down = True
         self._changed = True
+        for operation in self._kv.running():
+            self._kv_answered(now_s, operation, "this worker is shutting down", "")
         # Queued loads first: ending a running load would start the next one.
         for replica in sorted(self._replicas.values(), key=lambda r: (r.process is not Process.QUEUED, r.replica)):
             if replica.state in SERVING_STATES and replica.process is Process.RUNNING and not replica.drained:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subjects.ids import DeviceId, ReplicaId, WorkerId
+from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     CommandReply,
     DeviceKind,
     EngineType,
+    EvictKv,
+    KvReport,
+    MigrateKv,
     ModelRecord,
     WorkerCommand,
     WorkerEvent,
@@ -48,6 +51,8 @@ class AgentSettings:
     host: str
     devices: tuple[Device, ...]
     engines: tuple[EngineType, ...]
+    kv: bool = False
+    """Whether a KV node belongs to this worker."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -111,6 +116,30 @@ class MemorySampled:
 
 
 @dataclass(frozen=True, slots=True)
+class KvReported:
+    """How the KV node is, or that it does not run."""
+
+    report: KvReport
+
+
+@dataclass(frozen=True, slots=True)
+class KvProgressed:
+    """How far the node is with an operation."""
+
+    operation: OperationId
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvAnswered:
+    """The node has done what it was asked for (``detail`` says what), or has not (``failure``)."""
+
+    operation: OperationId
+    failure: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class BusRestored:
     """The bus was away; what was published meanwhile is lost."""
 
@@ -135,6 +164,9 @@ AgentEvent = (
     | ControlLost
     | ProcessExited
     | MemorySampled
+    | KvReported
+    | KvProgressed
+    | KvAnswered
     | BusRestored
     | ShutdownStarted
     | Ticked
@@ -171,6 +203,13 @@ class KillReplica:
 
 
 @dataclass(frozen=True, slots=True)
+class AskKv:
+    """Ask the KV node within the command's bound; one ``KvAnswered`` answers."""
+
+    command: EvictKv | MigrateKv
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyCommand:
     """Answer a command."""
 
@@ -199,4 +238,4 @@ class ExitAgent:
     code: int
 
 
-AgentCommand = SpawnReplica | SendControl | KillReplica | ReplyCommand | PublishEvent | PublishSnapshot | ExitAgent
+AgentCommand = SpawnReplica | SendControl | KillReplica | AskKv | ReplyCommand | PublishEvent | PublishSnapshot | ExitAgent

@@ -22,6 +22,7 @@ from subjects.messages import (
 )
 from workers.core.agent_devices import DeviceLedger
 from workers.core.agent_events import AgentSettings
+from workers.core.agent_kv import KvDesk
 from workers.core.agent_replica import SERVING_STATES, Process, Replica
 
 REPLICAS_MAX = 128
@@ -30,11 +31,14 @@ DRAIN_TIMEOUT_S_MAX = 3600.0
 
 
 class Refusals:
-    """Looks at the agent's replicas and devices."""
+    """Looks at the agent's replicas and devices, and at its KV node."""
 
-    def __init__(self, settings: AgentSettings, ledger: DeviceLedger, replicas: Mapping[ReplicaId, Replica]) -> None:
+    def __init__(
+        self, settings: AgentSettings, ledger: DeviceLedger, replicas: Mapping[ReplicaId, Replica], kv: KvDesk
+    ) -> None:
         self._settings = settings
         self._ledger = ledger
+        self._kv = kv
         self._replicas = replicas
 
     def of(self, command: WorkerCommand) -> str:
@@ -52,12 +56,10 @@ class Refusals:
                 return self._sleep(command)
             case WakeReplica():
                 return self._wake(command)
-            case EvictKv():
-                return "evict-kv is not offered by this engine"
             case ResizeKv():
                 return self._resize(command)
-            case MigrateKv():
-                return "migrate-kv is not offered by this engine"
+            case EvictKv() | MigrateKv():
+                return self._kv.refusal(command)
             case _:
                 assert_never(command)
 
