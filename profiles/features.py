@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from profiles.blocks import chain_head, tenant_salt
+from profiles.blocks import chain_hashes, tenant_salt
 from profiles.capacity import lane_of, pages_for
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
@@ -91,6 +91,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a request brings beside its body. ``sla_class`` None means: the model's class; ``adapter`` answers for it."""
 
     tenant: Tenant
+    trust_domain: str = ""
+    """Whose requests may reuse each other's KV (SEC-1); empty: those of the tenant alone."""
     deadline_unix_s: float
     sla_class: SlaClass | None = None
     business_id: str = ""
@@ -203,6 +205,15 @@ def _turns(messages: Any) -> int:
     return sum(1 for message in messages if isinstance(message, Mapping) and message.get("role") == "assistant")
 
 
+class PromptChain(msgspec.Struct, frozen=True):
+    """What a prompt's KV is known by. It stays in the gateway: the profile has only its end."""
+
+    salt: bytes
+    """Of the trust domain and the adapter; the engine must get this very one."""
+    hashes: list[bytes] = []
+    """Of the full blocks of a single prompt (:func:`profiles.blocks.chain_hashes`); several prompts have none."""
+
+
 # ------------------------------------------------------------------------------------------------------------- profile
 
 
@@ -223,6 +234,18 @@ def build_profile(
     context: RequestContext,
     lengths: OutputLengths,
 ) -> RequestProfile:
+    """The profile of :func:`profile_and_chain` alone."""
+    return profile_and_chain(record, endpoint, fields, prompts, context, lengths)[0]
+
+
+def profile_and_chain(
+    record: ModelRecord,
+    endpoint: Endpoint,
+    fields: BodyFields,
+    prompts: Sequence[Sequence[int]],
+    context: RequestContext,
+    lengths: OutputLengths,
+) -> tuple[RequestProfile, PromptChain]:
     """The profile of one request; ``prompts`` are the token ids of ``Tokenizers.get(record).prompts(endpoint, body)``.
 
     Counts are over all prompts of the body. The prefix chain is that of a single prompt; several have none.
@@ -250,11 +273,11 @@ def build_profile(
     pages = sum(_pages(len(prompt), expected, fields.n, record.block_size) for prompt in prompts)
     if endpoint is Endpoint.EMBEDDINGS:
         pages = pages_for(longest, record.block_size)  # one input after another, and nothing is kept of those before
-    head, blocks = b"", 0
-    if len(prompts) == 1:
-        salt = tenant_salt(context.tenant, context.adapter.adapter_hash if context.adapter is not None else "")
-        head, blocks = chain_head(prompts[0], record.block_size, salt)
-    return RequestProfile(
+    salt = tenant_salt(
+        context.trust_domain or context.tenant, context.adapter.adapter_hash if context.adapter is not None else ""
+    )
+    hashes = chain_hashes(prompts[0], record.block_size, salt) if len(prompts) == 1 else []
+    profile = RequestProfile(
         model_hash=record.model_hash,
         endpoint=endpoint,
         tenant=context.tenant,
@@ -278,8 +301,8 @@ def build_profile(
         expected_output_tokens=expected,
         token_ratio=expected / input_tokens if input_tokens else float(expected),
         history_turns=fields.history_turns,
-        prefix_head=head,
-        prefix_blocks=blocks,
+        prefix_head=hashes[-1] if hashes else b"",
+        prefix_blocks=len(hashes),
         kv_pages_needed=pages,
         preferred_engine=_preferred_engine(record, fields),
         business_id=context.business_id,
@@ -289,6 +312,7 @@ def build_profile(
         deadline_unix_s=context.deadline_unix_s,
         continuable=fields.continuable and record.engine_type is not EngineType.OPENAI_HTTP,
     )
+    return profile, PromptChain(salt, hashes)
 
 
 def _pages(prompt_tokens: int, output_tokens: int, n: int, block_size: int) -> int:
