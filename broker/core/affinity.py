@@ -87,7 +87,8 @@ class Why(Enum):
 class Choice(msgspec.Struct, frozen=True):
     """Where a request goes: to ``replica``, or nowhere now; with ``waits_for`` it waits ``wait_s_max`` for that one."""
 
-    why: Why
+    why: Why | None
+    """None: nobody has anything of its prefix, or it has none; the most room decides."""
     replica: ReplicaId | None = None
     tokens: int = 0
     """Of the prompt that need not be computed there."""

@@ -4,6 +4,10 @@ A replica says with its frames what it would take of this gateway at once, less 
 A new request is handed to the replica with the most room, unless one of its lane waits in the queue. Where there is no
 room it is parked here for a while, since the next word may bring some; then it goes to the queue. The queue is also where
 replicas are met: while there is one that we have not heard from, nobody is parked.
+
+Where the prefix of a request is known to be (``kvcache.core.prefix_index``), :mod:`broker.core.affinity` chooses among the
+replicas with room. It may also park a request for the one that has its prefix while another has room; such a one overtakes
+nobody and holds up nobody.
 """
 
 from __future__ import annotations
@@ -13,8 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from broker.core.affinity import NOWHERE, Choice, Place, choose
 from broker.core.live_request import QUEUED, LiveRequest, State
-from broker.core.request_events import PARK_S_MAX
+from broker.core.request_events import PARK_S, PARK_S_MAX
+from kvcache.core.prefix_index import NOBODY, PrefixHolders, PrefixIndex
 from subjects.ids import ModelHash, ReplicaId, RequestId
 from subjects.messages import Room, SlaClass
 
@@ -72,13 +78,16 @@ class Link:
 class Hands:
     """The links of one gateway, and who may be handed to which of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefixes: PrefixIndex | None = None) -> None:
+        self._prefixes = prefixes
         self.links: dict[ReplicaId, Link] = {}
         self._serving: dict[ModelHash, dict[ReplicaId, Link]] = {}
         self._queued: dict[tuple[ModelHash, str], tuple[int, float]] = {}
         """By model and lane: how many wait in the queue, and since when it has not been empty."""
         self._parked: dict[tuple[ModelHash, str], dict[RequestId, None]] = {}
         """By model and class, in order of arrival."""
+        self._held_out: dict[ModelHash, dict[RequestId, ReplicaId]] = {}
+        """Of the parked: who waits for one replica though another had room."""
         self._handed = 0
         self._ready: dict[ModelHash, tuple[ReplicaId, ...]] = {}
         """As the pool's digest has it."""
@@ -127,6 +136,7 @@ class Hands:
             del parked[live.request]
             if not parked:
                 del self._parked[live.parks_as]
+            self.holds_out(live, None)
         if state is State.PARKED:
             self._parked.setdefault(live.parks_as, {})[live.request] = None
 
@@ -143,17 +153,56 @@ class Hands:
             return False
         return all(replica in self.links for replica in self._ready.get(live.profile.model_hash, ()))
 
-    def pick(self, live: LiveRequest) -> ReplicaId | None:
-        """The replica with the most room for it, of equals the one known first; None while others of its lane are queued."""
+    def pick(self, now_s: float, live: LiveRequest) -> Choice:
+        """Where it goes: the replica with the most room for it, of equals the one known first, or as its prefix would have
+        it; nowhere while others of its lane are queued."""
         if (live.profile.model_hash, live.profile.lane._value_) in self._queued:
-            return None
+            return NOWHERE
+        holders = self._holders_for(live)
+        if holders is not NOBODY:
+            return self._pick_by_prefix(now_s, live, holders)
         pages = live.profile.kv_pages_needed
         most, picked = 0, None
         for replica, link in self._serving.get(live.profile.model_hash, {}).items():
             slots = link.slots_for(pages) if link.takes(live) else 0
             if slots > most:
                 most, picked = slots, replica
-        return picked
+        return NOWHERE if picked is None else Choice(None, picked)
+
+    def _holders_for(self, live: LiveRequest) -> PrefixHolders:
+        if live.prefix is None or self._prefixes is None or self._prefixes.empty:
+            return NOBODY
+        return self._prefixes.holders(live.profile.model_hash, live.prefix.spans)
+
+    def _pick_by_prefix(self, now_s: float, live: LiveRequest, holders: PrefixHolders) -> Choice:
+        assert live.prefix is not None and self._prefixes is not None
+        pages = live.profile.kv_pages_needed
+        model = live.profile.model_hash
+        held_out: dict[ReplicaId, int] = {}
+        for request, replica in self._held_out.get(model, {}).items():
+            if request != live.request:
+                held_out[replica] = held_out.get(replica, 0) + 1
+        worker_of = self._prefixes.worker_of
+        places = [
+            Place(
+                replica,
+                worker_of(replica),
+                link.slots_for(pages),
+                len(link.running),
+                sum(tokens for _, _, tokens in link.unseen) if link.unseen else 0,
+                held_out.get(replica, 0) if held_out else 0,
+            )
+            for replica, link in self._serving.get(model, {}).items()
+            if link.takes(live)
+        ]
+        wait_s_max = PARK_S - (now_s - live.waits_since_s) if live.may_hold_out else 0.0
+        tokens = live.profile.expected_output_tokens
+        return choose(places, holders, live.prefix, output_tokens=tokens, wait_s_max=wait_s_max)
+
+    def goes_to(self, replica: ReplicaId, live: LiveRequest) -> None:
+        """A replica has it, one way or another: its engine keeps this prefix longest."""
+        if live.prefix is not None and self._prefixes is not None and not self._prefixes.empty:
+            self._prefixes.used(live.profile.model_hash, replica, live.prefix.spans)
 
     def book(self, replica: ReplicaId, live: LiveRequest) -> int:
         """Counts what is handed to a replica against its room; returns the number of the hand."""
@@ -171,8 +220,26 @@ class Hands:
         return bool(self._parked)
 
     def has_parked(self, model: ModelHash) -> bool:
-        """Whether one would be overtaken."""
-        return bool(self._parked) and any((model, sla_class._value_) in self._parked for sla_class in SlaClass)
+        """Whether one would be overtaken: not one that could have gone elsewhere."""
+        if not self._parked:
+            return False
+        parked = sum(len(self._parked.get((model, sla_class._value_), ())) for sla_class in SlaClass)
+        return parked > len(self._held_out.get(model, ()))
+
+    def holds_out(self, live: LiveRequest, replica: ReplicaId | None) -> None:
+        """It is, or is about to be, parked for this replica though another has room; None: for any."""
+        model = live.profile.model_hash
+        if replica is not None:
+            self._held_out.setdefault(model, {})[live.request] = replica
+            return
+        held_out = self._held_out.get(model, {})
+        if held_out.pop(live.request, None) is not None and not held_out:
+            del self._held_out[model]
+
+    def holds_out_for(self, live: LiveRequest) -> ReplicaId | None:
+        """For whom it is parked; None: for whoever has room first."""
+        held_out = self._held_out.get(live.profile.model_hash)
+        return None if held_out is None else held_out.get(live.request)
 
     def parked(self, model: ModelHash) -> Iterator[RequestId]:
         """Who goes first when there is room: the highest class, of a class the oldest."""

@@ -8,6 +8,7 @@ from math import inf
 
 import msgspec
 
+from broker.core.affinity import PromptPrefix
 from broker.core.request_events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S, UNFIT_S
 from subjects.bus import Stored
 from subjects.ids import ModelHash, ReplicaId, RequestId
@@ -105,6 +106,10 @@ class LiveRequest:
     """Its model's targets."""
     adapter: Adapter | None = None
     """What answers in place of the base model."""
+    prefix: PromptPrefix | None = None
+    """Its prompt's spans, if it has any and somebody may look for them."""
+    may_hold_out: bool = True
+    """Whether it may still wait for the replica that has its prefix while another has room."""
     unfit: ReplicaId | None = None
     """Whose engine could not load the adapter last."""
     state: State | None = None

@@ -10,6 +10,7 @@ from math import inf
 
 import msgspec
 
+from broker.core.affinity import PromptPrefix, Why
 from subjects.bus import Stored
 from subjects.ids import ModelKey, ReplicaId, RequestId
 from subjects.messages import (
@@ -91,7 +92,7 @@ class RequestSubmitted(msgspec.Struct, frozen=True):
 
     ``body`` is the client's JSON. After ``yields_at_s`` it can no longer meet its first-token target, and waits behind those
     that can (ops/decisions/0009). ``sla`` are its model's targets, by which its end is counted. ``adapter`` answers in place
-    of the base model.
+    of the base model. ``prefix`` is that of its prompt, where it could be found again; it crosses no bus.
     """
 
     request: RequestId
@@ -104,6 +105,7 @@ class RequestSubmitted(msgspec.Struct, frozen=True):
     yields_at_s: float = inf
     sla: Sla | None = None
     adapter: Adapter | None = None
+    prefix: PromptPrefix | None = None
 
 
 class TicketStored(msgspec.Struct, frozen=True):
@@ -253,12 +255,18 @@ class SendBack(msgspec.Struct, frozen=True):
 
 
 class RecordGrant(msgspec.Struct, frozen=True):
-    """A replica now has the request, after ``waited_s`` since it began to wait: for logs, metrics and timelines."""
+    """A replica now has the request, after ``waited_s`` since it began to wait: for logs, metrics and timelines.
+
+    ``why`` says what decided for this replica where the gateway chose, and ``prefix_tokens`` how much of the prompt it is
+    believed not to compute again.
+    """
 
     request: RequestId
     attempt: int
     replica: ReplicaId
     waited_s: float
+    prefix_tokens: int = 0
+    why: Why | None = None
 
 
 class Deliver(msgspec.Struct, frozen=True):

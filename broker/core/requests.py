@@ -62,6 +62,7 @@ from broker.core.request_events import (
     TicketNotStored,
     TicketStored,
 )
+from kvcache.core.prefix_index import PrefixIndex
 from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, model_key
 from subjects.messages import (
     Cancel,
@@ -93,12 +94,15 @@ RETRY_AFTER_S = 5
 class RequestCore:
     """Owns every request of one gateway from its first byte to its last."""
 
-    def __init__(self, ingress: IngressId, *, continuation_enabled: bool = False) -> None:
+    def __init__(
+        self, ingress: IngressId, *, continuation_enabled: bool = False, prefixes: PrefixIndex | None = None
+    ) -> None:
+        """``prefixes`` is read here and fed by others; without it no prefix decides where a request goes."""
         self._ingress = ingress
         self._continuation_enabled = continuation_enabled
         self._live: dict[RequestId, LiveRequest] = {}
         self._stored: dict[ModelKey, dict[RequestId, None]] = {}
-        self._hands = Hands()
+        self._hands = Hands(prefixes)
         self._recent: OrderedDict[RequestId, tuple[float, RefusalReason]] = OrderedDict()
         self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
         self._models: dict[ModelHash, PoolModel] = {}
@@ -197,6 +201,8 @@ class RequestCore:
                 self._end(now_s, live, gone, out)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
                 self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
+            elif live.state is State.PARKED and self._hands.holds_out_for(live) is not None:
+                self._holds_out_no_more(now_s, live, out)
             elif live.state is State.PARKED and not self._hands.waits_in_vain(now_s, live):
                 live.retry_s = now_s + PARK_S
                 self._agenda.set(request, live.due_s())
@@ -232,6 +238,7 @@ class RequestCore:
             yields_at_s=event.yields_at_s,
             sla=event.sla,
             adapter=event.adapter,
+            prefix=event.prefix,
             waits_since_s=now_s,
         )
         self._live[event.request] = live
@@ -243,6 +250,8 @@ class RequestCore:
             self._publish(now_s, live, out)
         elif not self._hands.has_parked(live.profile.model_hash) and self._hand_over(now_s, live, out):
             pass
+        elif self._hands.holds_out_for(live) is not None:
+            self._move(now_s, live, State.PARKED)
         elif not self._hands.may_park(now_s, live):
             self._publish(now_s, live, out)
         else:
@@ -250,8 +259,14 @@ class RequestCore:
             self._move(now_s, live, State.PARKED)
 
     def _hand_over(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> bool:
-        """Gives a request to the replica with the most room, if there is one."""
-        replica = self._hands.pick(live)
+        """Gives a request to the replica with the most room, or to the one with its prefix, if there is one. Or has it wait
+        for that one, until ``live.retry_s``."""
+        choice = self._hands.pick(now_s, live)
+        if choice.waits_for is not None:
+            self._hands.holds_out(live, choice.waits_for)
+            live.retry_s = now_s + choice.wait_s_max
+            return False
+        replica = choice.replica
         grant = live.grant(0) if replica is not None else None
         if replica is None or grant is None:
             return False
@@ -259,8 +274,21 @@ class RequestCore:
         number = self._hands.book(replica, live)
         self._hold(now_s, live, replica)
         hand = Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
-        out += (HandOver(replica, hand), RecordGrant(live.request, live.attempt, replica, waited_s))
+        granted = RecordGrant(live.request, live.attempt, replica, waited_s, choice.tokens, choice.why)
+        out += (HandOver(replica, hand), granted)
         return True
+
+    def _holds_out_no_more(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+        """The replica with its prefix has had no room in time: whoever has some gets it now, else it waits like others."""
+        self._hands.holds_out(live, None)
+        live.may_hold_out = False
+        if self._hand_over(now_s, live, out):
+            return
+        if self._hands.may_park(now_s, live) and not self._hands.waits_in_vain(now_s, live):
+            live.retry_s = now_s + PARK_S
+            self._agenda.set(live.request, live.due_s())
+        else:
+            self._publish(now_s, live, out)
 
     def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand]) -> None:
         """It was handed over and never begun: no loss, and what it is told to next is the queue."""
@@ -386,6 +414,7 @@ class RequestCore:
         self._move(now_s, live, State.RUNNING)
         self._link(now_s, replica).running[live.request] = None
         self._hands.serves(replica, live.profile.model_hash)
+        self._hands.goes_to(replica, live)
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
@@ -413,12 +442,24 @@ class RequestCore:
             elif live is not None:
                 self._lose(now_s, live, "its replica does not have it", out)
         for model in self._hands.models_of(frames.replica) if frames.room is not None and self._hands.any_parked else ():
-            for request in self._hands.parked(model):
-                if not self._hand_over(now_s, self._live[request], out):
-                    break
+            self._serve_parked(now_s, model, frames.replica, out)
         for request, attempt in unwanted:
             out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
             link.linger_until_s = now_s + HELD_LINGER_S
+
+    def _serve_parked(self, now_s: float, model: ModelHash, replica: ReplicaId, out: list[RequestCommand]) -> None:
+        """A replica has said what it would take. Who is first and finds no room holds up those behind, but for those who
+        wait for one replica only: they are asked when it speaks, and hold up nobody."""
+        for request in self._hands.parked(model):
+            live = self._live[request]
+            waits_for = self._hands.holds_out_for(live)
+            if waits_for is not None and waits_for != replica:
+                continue
+            if self._hand_over(now_s, live, out):
+                continue
+            if self._hands.holds_out_for(live) is None:
+                break
+            self._agenda.set(request, live.due_s())
 
     def _held_by(self, replica: ReplicaId, request: RequestId, attempt: int) -> LiveRequest | None:
         live = self._live.get(request)
