@@ -47,6 +47,7 @@ from broker.core.scheduler_events import (
     WorkerReported,
 )
 from broker.journal_keeper import JournalKeeper
+from broker.kv_control import KvControl
 from broker.lease import LeaseKeeper
 from broker.overrides_sync import OverridesSync
 from broker.people import People
@@ -155,6 +156,7 @@ class Scheduler:
             self.core,
             self.registry,
             people,
+            KvControl(self.core, people, step=self._step),
             self.journal.known,
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),

@@ -16,6 +16,7 @@ from broker.core.explain import explain_model, explain_transaction
 from broker.core.journal import TransactionLog
 from broker.core.placement import SchedulerCore
 from broker.core.pool import Demand, Device, Presence
+from broker.kv_control import KvControl
 from broker.people import People, adapter_base
 from broker.registry_sync import RegistrySync
 from subjects import names
@@ -41,6 +42,7 @@ class Control:
         core: SchedulerCore,
         registry: RegistrySync,
         people: People,
+        kv: KvControl,
         transactions: TransactionLog,
         *,
         now_s: Callable[[], float],
@@ -51,6 +53,7 @@ class Control:
         self._core = core
         self._registry = registry
         self._people = people
+        self._kv = kv
         self._transactions = transactions
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
@@ -62,6 +65,7 @@ class Control:
             "delete": self._delete,
             "explain": self._explain,
             **people.verbs,
+            **kv.verbs,
         }
 
     async def answer(self, verb: str, payload: ControlRequest) -> ControlReply:
@@ -180,6 +184,7 @@ class Control:
             "timeline": self._timeline,
             "locks": self._people.rows,
             "events": self._people.events,
+            "kv": self._kv.rows,
         }
         what = argument.get("what")
         if what not in views:

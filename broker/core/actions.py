@@ -21,8 +21,8 @@ from broker.core.scheduler_events import MODELS_PER_DEVICE, Placement, Scheduler
 from broker.core.transaction import Kind, Transaction
 from broker.core.transactions import Transactions
 from profiles.budget import with_kv
-from subjects.ids import ReplicaId, base_name
-from subjects.messages import Mode, ModelRecord, ReplicaState
+from subjects.ids import ModelHash, ReplicaId, WorkerId, base_name
+from subjects.messages import KvOrder, Mode, ModelRecord, ReplicaState
 
 ADVICE_AGAIN_S = 60.0
 """The same advice is published again after this long."""
@@ -96,6 +96,16 @@ class Actions:
         transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s, out=out)
         self.note_retirement(now_s, transaction, replica)
 
+    def ask_kv(
+        self, now_s: float, worker: WorkerId, model_hash: ModelHash, order: KvOrder, out: list[SchedulerCommand]
+    ) -> None:
+        """Asks a worker's KV node for what a person wants."""
+        what = f"pull its KV from {order.source}" if order.source is not None else f"drop {order.ratio:.0%} of its KV"
+        reason = f"asked for by a person: {what}"
+        transaction = self._transactions.ask_kv(now_s, worker, model_hash, order, reason, out)
+        name = self._catalogue.name(model_hash)
+        self._note(now_s, transaction, "kv", transaction.kind.value, name, reason, worker, None)
+
     def note_retirement(self, now_s: float, transaction: Transaction, replica: Replica) -> None:
         """Tells of a retirement that began."""
         name = self._catalogue.name(replica.report.model_hash)
@@ -119,6 +129,13 @@ class Actions:
     def take_up(self, now_s: float, resumption: Resumption, out: list[SchedulerCommand]) -> str:
         """Goes on with a transaction of an earlier leader; returns why it cannot, or nothing."""
         pool, began = self._pool, resumption.recorded.began
+        if began.kv is not None:
+            sent = next(reversed(resumption.recorded.steps), None)
+            transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, out)
+            name = ", ".join(self._catalogue.name(model_hash) for model_hash in began.model_hashes)
+            reason = f"an earlier leader began it: {began.reason}"
+            self._note(now_s, transaction, "kv", began.kind, name, reason, began.worker, None)
+            return ""
         there = [pool.replicas[replica] for replica in resumption.there]
         if began.kind == Kind.RESIZE_KV.value:
             refusal = self._resize(now_s, ResizeReplicaKv(there[0].replica, began.kv_bytes or 0, began.reason))
@@ -150,7 +167,7 @@ class Actions:
     def ended(
         self, transaction: Transaction, key: str, outcome: str, took_s: float, *, replica: ReplicaId | None = None
     ) -> None:
-        """Tells how a part of a transaction ended: a victim by its id, ``load`` or ``change``."""
+        """Tells how a part of a transaction ended: a victim by its id, ``load``, ``change`` or ``kv``."""
         self._digests.close(self._entries.pop((transaction.number, key), None), outcome, took_s, replica=replica)
 
     # --------------------------------------------------------------------------------------------------- a policy's actions

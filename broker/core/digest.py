@@ -137,6 +137,7 @@ class DigestBuilder:
                 permanent=outlook.permanent,
                 class_weights=self._fairness.weights(record.model_hash),
                 waiting_queues=_in_order(demand[record.model_hash].queues) if record.model_hash in demand else (),
+                kv=self._pool.kv.of(record.kv_signature),
             )
             for name, (record, outlook) in outlooks.items()
         )

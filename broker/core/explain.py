@@ -17,7 +17,9 @@ from broker.core.transaction import Stage, Transaction
 from subjects.ids import ReplicaId
 from subjects.messages import (
     DrainReplica,
+    EvictKv,
     LoadModel,
+    MigrateKv,
     Mode,
     ModelRecord,
     PoolModel,
@@ -30,7 +32,7 @@ from subjects.messages import (
 
 ACTIONS_MAX = 10
 TRANSACTIONS_MAX = 5
-_TRIMS = ("resize", "concurrency")
+_TRIMS = ("resize", "concurrency", "evict-kv", "migrate-kv")
 
 
 class ReplicaExplained(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +60,7 @@ class StepExplained(msgspec.Struct, frozen=True, kw_only=True):
     sent_s: float
     took_s: float | None
     outcome: str
-    """``under way``, ``done``, or what went wrong."""
+    """``under way``, ``done`` or what was done, or what went wrong."""
 
 
 class TransactionExplained(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,8 +219,9 @@ def _waits_for(core: SchedulerCore, record: ModelRecord, now_s: float) -> list[s
     for transaction in core.transactions.running.values():
         comes = transaction.record is not None and transaction.record.model_hash == record.model_hash
         goes = any(victim.model_hash == record.model_hash and not victim.gone for victim in transaction.victims.values())
-        if comes or goes:
-            lines.append(f"{core.epoch}-{transaction.number}: {stage_text(transaction, now_s)}")
+        asks = transaction.kv is not None and transaction.kv.kv_signature == record.kv_signature
+        if comes or goes or asks:
+            lines.append(f"{transaction.name}: {stage_text(transaction, now_s)}")
     model = core.catalogue.model(record.model_hash)
     if model.retry_s > now_s:
         lines.append(f"no load before {seconds_text(model.retry_s - now_s)} have passed, after {model.failures} failed")
@@ -237,7 +240,8 @@ def stage_text(transaction: Transaction, now_s: float) -> str:
         case Stage.LOADING:
             return f"{transaction.replica or transaction.replica_name} loads, since {since}"
         case Stage.CHANGING:
-            return f"the replica is being changed, since {since}"
+            who = "the replica is being changed" if transaction.kv is None else f"the KV node of {transaction.worker} works"
+            return f"{who}, since {since}"
         case Stage.DONE | Stage.ABORTED:
             return "over"
 
@@ -319,7 +323,7 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
         outcome = f"failed: {one.failure}" if one.failure else "done"
     else:
         running = next(
-            (t for t in core.transactions.running.values() if one.name == f"{core.epoch}-{t.number}"),
+            (t for t in core.transactions.running.values() if one.name == t.name),
             None,
         )
         outcome = stage_text(running, now_s) if running is not None else "its leader is gone; what it left is looked into"
@@ -331,7 +335,7 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
         transaction=one.name,
         kind=began.kind,
         model=model,
-        where=f"{began.worker}/{'+'.join(began.devices)}",
+        where=f"{began.worker}/{'+'.join(began.devices)}" if began.devices else began.worker,
         reason=began.reason,
         begun_unix_s=began.at_unix_s,
         took_s=round(ended_unix_s - began.at_unix_s, 3) if ended_unix_s is not None else None,
@@ -342,7 +346,7 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
 
 def _step(step: Step, begun_unix_s: float, *, over: bool) -> StepExplained:
     unknown = "no end was told" if over else "under way"
-    outcome = unknown if step.failure is None else step.failure or "done"
+    outcome = unknown if step.failure is None else step.failure or step.detail or "done"
     return StepExplained(
         operation=step.operation,
         what=command_text(step.command),
@@ -365,5 +369,9 @@ def command_text(command: WorkerCommand) -> str:
             return f"let {command.replica} run {command.slots} at once"
         case ResizeKv():
             return f"give {command.replica} {bytes_text(command.kv_bytes)} of KV"
+        case EvictKv():
+            return f"drop {command.ratio:.0%} of its KV there"
+        case MigrateKv():
+            return f"pull its KV from {command.source_worker}"
         case _:
             return type(command).__name__

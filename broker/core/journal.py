@@ -41,6 +41,8 @@ class Step:
     sent_unix_s: float
     ended_unix_s: float | None = None
     failure: str | None = None
+    detail: str = ""
+    """What was done."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class Recorded:
                         operation=step.operation,
                         at_unix_s=step.ended_unix_s,
                         failure=step.failure or "",
+                        detail=step.detail,
                     )
                 )
         if self.ended_unix_s is not None:
@@ -108,7 +111,7 @@ class TransactionLog:
             case StepEnded():
                 ended = known.steps.get(entry.operation)
                 if ended is not None and ended.ended_unix_s is None:
-                    ended.ended_unix_s, ended.failure = entry.at_unix_s, entry.failure
+                    ended.ended_unix_s, ended.failure, ended.detail = entry.at_unix_s, entry.failure, entry.detail
             case TransactionEnded():
                 if known.ended_unix_s is None:
                     known.ended_unix_s, known.failure = entry.at_unix_s, entry.failure
@@ -209,6 +212,8 @@ def _resumption(one: Recorded, pool: Pool, catalogue: Catalogue) -> Resumption:
     elif began.kind == "retire":
         course = Course.GO_ON if there else Course.FINISHED
         why = "its replica is still there" if there else "its replica has left"
+    elif began.kv is not None:
+        course, why = _of_kv(one)
     elif began.kind not in ("resize-kv", "set-concurrency"):
         course, why = Course.DROP, f"this version knows no {began.kind!r}"
     elif not there:
@@ -254,6 +259,13 @@ def _of_placement(
     if began.replicas and not gone and all(replica.report.state is ReplicaState.READY for replica in there):
         return Course.DROP, "nobody had left for it"
     return Course.GO_ON, "its newcomer is not loaded yet"
+
+
+def _of_kv(one: Recorded) -> tuple[Course, str]:
+    step = next(reversed(one.steps.values()), None)
+    if step is None or step.failure is None:
+        return Course.GO_ON, "its KV node has not answered yet"
+    return (Course.DROP, step.failure) if step.failure else (Course.FINISHED, "its KV node has answered")
 
 
 def _is_as_meant(began: TransactionBegan, replica: Replica) -> bool:

@@ -9,8 +9,11 @@ from broker.core.transaction import Change, Operation, Transaction, Victim
 from subjects.ids import ModelHash, OperationId, ReplicaId
 from subjects.messages import (
     DrainReplica,
+    EvictKv,
     JournalEntry,
+    KvOrder,
     LoadModel,
+    MigrateKv,
     ModelRecord,
     ResizeKv,
     SetConcurrency,
@@ -103,6 +106,41 @@ class Orders:
             )
         self._send(now_s, transaction, command, None, self._settings.change_s_max, out)
 
+    def ask_kv(
+        self,
+        now_s: float,
+        transaction: Transaction,
+        order: KvOrder,
+        model_hash: ModelHash | None,
+        out: list[SchedulerCommand],
+        *,
+        operation: OperationId | None = None,
+    ) -> None:
+        """Asks a worker's KV node; under the id of an earlier leader's command where that may have been heard."""
+        operation, epoch, reason = operation or self._next(), self.epoch, transaction.reason
+        command: WorkerCommand
+        if order.source is None:
+            command = EvictKv(
+                operation=operation,
+                epoch=epoch,
+                reason=reason,
+                ratio=order.ratio,
+                model_hash=model_hash,
+                kv_signature=order.kv_signature,
+                timeout_s=order.timeout_s,
+            )
+        else:
+            command = MigrateKv(
+                operation=operation,
+                epoch=epoch,
+                reason=reason,
+                source_worker=order.source,
+                model_hash=model_hash,
+                kv_signature=order.kv_signature,
+                timeout_s=order.timeout_s,
+            )
+        self._send(now_s, transaction, command, None, order.timeout_s + self._settings.step_grace_s, out)
+
     def again(self, now_s: float, operation: Operation, out: list[SchedulerCommand]) -> None:
         """Sends a command once more, under its own id."""
         operation.sends += not operation.answered
@@ -145,8 +183,8 @@ class Orders:
 
     # -------------------------------------------------------------------------------------------------------------- ends
 
-    def ended(self, now_s: float, transaction: Transaction, operation: Operation, failure: str) -> None:
-        """The end of one command; ``failure`` is empty when it did what it should."""
+    def ended(self, now_s: float, transaction: Transaction, operation: Operation, failure: str, detail: str = "") -> None:
+        """The end of one command; ``failure`` is empty when it did what it should, ``detail`` says what that was."""
         del self._operations[operation.operation]
         self._journal.append(
             StepEnded(
@@ -154,6 +192,7 @@ class Orders:
                 operation=operation.operation,
                 at_unix_s=now_s + self.unix_offset_s,
                 failure=failure,
+                detail=detail,
             )
         )
 
@@ -194,6 +233,7 @@ class Orders:
                 drain_s=transaction.drain_s,
                 kv_bytes=change.kv_bytes if change is not None else None,
                 slots=change.slots if change is not None else None,
+                kv=transaction.kv,
             )
         )
 

@@ -94,6 +94,10 @@ class Outcomes:
             text = f"replicas did not drain in {transaction.drain_s:g} s and were ended: {transaction.reason}"
             self.alert(now_s, Severity.WARNING, "drain-overrun", transaction.worker, text, {}, "carpool get replicas", out)
         record = transaction.record
+        if transaction.kv is not None:
+            outcome = f"failed: {transaction.failure}" if transaction.stage is Stage.ABORTED else transaction.detail
+            self._actions.ended(transaction, "kv", outcome or "done", now_s - transaction.begun_s)
+            return
         if transaction.change is not None:
             outcome = f"failed: {transaction.failure}" if transaction.stage is Stage.ABORTED else "done"
             if transaction.stage is Stage.ABORTED and transaction.change.kv_bytes is not None:

@@ -49,6 +49,7 @@ from broker.core.scheduler_events import (
     DrainRequested,
     IngressReported,
     JournalRestored,
+    KvOrdered,
     LeadershipGained,
     LeadershipLost,
     LoadDeclared,
@@ -181,6 +182,9 @@ class SchedulerCore:
                 self.catalogue.pin(event.name, False)
             case UnloadRequested():
                 self._unload_requested(now_s, event.name, out)
+            case KvOrdered():
+                if self.leads and event.worker in self.pool.workers:
+                    self.actions.ask_kv(now_s, event.worker, event.model_hash, event.order, out)
             case ModelLocked():
                 self.catalogue.lock(event.name, True)
             case ModelUnlocked():

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import msgspec
 
 from broker.core.inflow import Inflow
+from broker.core.kv_tiers import KvTiers
 from broker.core.members import COMING as COMING
 from broker.core.members import Changes as Changes
 from broker.core.members import Demand as Demand
@@ -43,6 +44,7 @@ class Pool:
         self._heard_s = 0.0
         self._round_trip_s: float | None = None
         self._inflow = Inflow()
+        self.kv = KvTiers()
         self._ended: dict[ReplicaId, None] = {}
         self._closed: dict[tuple[str, DeviceId | None], float | None] = {}
         self._locked_devices: dict[tuple[str, DeviceId], None] = {}
@@ -187,6 +189,8 @@ class Pool:
         if before is not None and snapshot.sequence <= before.sequence:
             return Changes()
         worker.snapshot = snapshot
+        if snapshot.kv is not None:
+            self.kv.take(now_s, snapshot.worker, snapshot.kv)
         self._take_devices(worker, before, snapshot)
         if before is not None and before.draining is not snapshot.draining:
             self._serving.clear()
@@ -389,6 +393,7 @@ class Pool:
                 self._verdict(worker, Presence.DEAD)
                 worker.died_s = now_s
                 died.append(worker)
+                self.kv.forget(worker.worker)
                 for replica in self.replicas_of(worker.worker):
                     self.declare_dead(replica.replica)
             else:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandReply,
     IngressTelemetry,
     JournalEntry,
+    KvOrder,
     Mode,
     ModelRecord,
     PoolDigest,
@@ -190,6 +191,15 @@ class UnloadRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class KvOrdered:
+    """A person wants something done about a model's KV by a worker's node: evicted, or pulled from another's (SCH-8)."""
+
+    worker: WorkerId
+    model_hash: ModelHash
+    order: KvOrder
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLocked:
     """A person locked a model: nothing automatic starts, stops or changes a replica of it until it is unlocked."""
 
@@ -346,6 +356,7 @@ SchedulerEvent = (
     | ModelPinned
     | ModelUnpinned
     | UnloadRequested
+    | KvOrdered
     | ModelLocked
     | ModelUnlocked
     | ModeSet

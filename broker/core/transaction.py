@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
-from subjects.messages import ModelRecord, WorkerCommand
+from subjects.messages import KvOrder, ModelRecord, WorkerCommand
 
 
 class Kind(Enum):
@@ -16,6 +16,8 @@ class Kind(Enum):
     RETIRE = "retire"
     RESIZE_KV = "resize-kv"
     SET_CONCURRENCY = "set-concurrency"
+    EVICT_KV = "evict-kv"
+    MIGRATE_KV = "migrate-kv"
 
 
 class Stage(Enum):
@@ -116,6 +118,10 @@ class Transaction:
     drain_s: float = 0.0
     """How long the victims' requests may take to finish."""
     change: Change | None = None
+    kv: KvOrder | None = None
+    """What the KV node of ``worker`` is asked for; such a one takes no device."""
+    detail: str = ""
+    """What was done, as the worker tells it."""
     victims: dict[ReplicaId, Victim] = field(default_factory=dict)
     stage: Stage = Stage.LEAVING
     fault: Fault = Fault.NONE

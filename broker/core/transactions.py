@@ -2,8 +2,9 @@
 
 A *placement* is: reserve the room on all devices that the newcomer spans, drain the victims, unload them, load the newcomer
 (its agent warms and verifies it), open. A *retirement* is the first half alone. A *change* gives a replica that stays
-another KV budget or concurrency. Each step is a command with its own operation id under the leader's epoch. Transactions
-about different replicas and devices run side by side; what needs the same device waits in the order of its beginning.
+another KV budget or concurrency. *Asking a KV node* is one command that takes no device. Each step is a command with its
+own operation id under the leader's epoch. Transactions about different replicas and devices run side by side; what needs
+the same device waits in the order of its beginning.
 
 ========== ========================================= =================================================================
 stage      waits for                                 ends in
@@ -11,7 +12,7 @@ stage      waits for                                 ends in
 LEAVING    every victim drained, then unloaded       WAITING (placement) or DONE (retirement)
 WAITING    the devices: loads are serial, room free  LOADING or CHANGING, or ABORTED: nobody waits any more, time is up
 LOADING    the agent's word, or the replica in ready DONE or ABORTED
-CHANGING   the agent's word                          DONE or ABORTED
+CHANGING   the agent's word, or that of a KV node    DONE or ABORTED
 ========== ========================================= =================================================================
 
 A drain cannot be taken back, since an agent knows no such command. So a step that fails is compensated forwards: a victim
@@ -34,11 +35,12 @@ from broker.core.scheduler_events import Placement, SchedulerCommand, SchedulerS
 from broker.core.transaction import TRANSITIONS as TRANSITIONS
 from broker.core.transaction import Change, Fault, Kind, Operation, Transaction, Victim
 from broker.core.transaction import Stage as Stage
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId, base_name
+from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
     DrainReplica,
+    KvOrder,
     LoadModel,
     ModelRecord,
     OperationEnded,
@@ -145,6 +147,47 @@ class Transactions:
         """Bounds what a replica runs at once; :meth:`start` sends the command."""
         change = Change(replica.replica, slots=slots)
         return self._begin_change(now_s, Kind.SET_CONCURRENCY, replica, change, reason)
+
+    def ask_kv(
+        self,
+        now_s: float,
+        worker: WorkerId,
+        model_hash: ModelHash,
+        order: KvOrder,
+        reason: str,
+        out: list[SchedulerCommand],
+    ) -> Transaction:
+        """Asks the KV node of a worker, at once: it needs no room."""
+        kind = Kind.EVICT_KV if order.source is None else Kind.MIGRATE_KV
+        transaction = self._begin(now_s, kind, worker, (), reason)
+        transaction.kv = order
+        self.orders.begin(now_s, transaction, (), (model_hash,), forced=False)
+        self._send_kv(now_s, transaction, order, model_hash, None, out)
+        return transaction
+
+    def take_up_kv(
+        self, now_s: float, began: TransactionBegan, order: KvOrder, sent: OperationId | None, out: list[SchedulerCommand]
+    ) -> Transaction:
+        """Goes on with what an earlier leader asked, under its own name. ``sent`` is the command that may have been heard:
+        its worker knows it again and does it once."""
+        transaction = self._begin(now_s, Kind(began.kind), began.worker, (), began.reason)
+        transaction.name = began.transaction
+        transaction.kv = order
+        self._send_kv(now_s, transaction, order, next(iter(began.model_hashes), None), sent, out)
+        return transaction
+
+    def _send_kv(
+        self,
+        now_s: float,
+        transaction: Transaction,
+        order: KvOrder,
+        model_hash: ModelHash | None,
+        sent: OperationId | None,
+        out: list[SchedulerCommand],
+    ) -> None:
+        transaction.move(now_s, Stage.WAITING)
+        transaction.move(now_s, Stage.CHANGING)
+        self.orders.ask_kv(now_s, transaction, order, model_hash, out, operation=sent)
 
     def _begin_change(self, now_s: float, kind: Kind, replica: Replica, change: Change, reason: str) -> Transaction:
         transaction = self._begin(now_s, kind, replica.worker, replica.devices, reason)
@@ -267,6 +310,10 @@ class Transactions:
             self._left_a_step(now_s, operation, transaction, out)
         elif transaction.change is not None:
             self._changed_as_told(now_s, operation, transaction, transaction.change)
+        elif transaction.kv is not None:
+            self.orders.ended(now_s, transaction, operation, "", event.detail)
+            transaction.detail = event.detail
+            self._end(now_s, transaction, Stage.DONE)
         else:
             self.orders.ended(now_s, transaction, operation, "")
             self._loaded(now_s, transaction, event.replica, event.took_s)
