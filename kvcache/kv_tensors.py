@@ -187,6 +187,8 @@ class Saved(Protocol):
 class Blocks(Protocol):
     """Moves blocks between the engine and rows in host memory. One thread saves, one loads; they may do so at once."""
 
+    block_bytes: int
+
     def rows(self, count: int) -> torch.Tensor:
         """A buffer in host memory, ``[count, block_bytes]`` bytes."""
 
