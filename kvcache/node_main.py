@@ -1,0 +1,79 @@
+"""``python -m kvcache.node_main SETTINGS``: the node process, made by a worker's agent.
+
+``SETTINGS`` is :class:`kvcache.node_settings.NodeSettings` as JSON; URLs with credentials come in ``CARPOOL_NATS`` and
+``CARPOOL_REDIS``. Once it serves it writes one JSON line to standard output: ``{"node": .., "socket": .., "data": ..}``.
+SIGTERM (and the end of standard input, if so set) stops it within the bound of its flush; a second one changes nothing.
+Exit codes: 0 stopped, 2 bad settings, 3 the directory is used by another process, 4 it cannot listen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import msgspec
+import structlog
+
+from kvcache.node import Node
+from kvcache.node_settings import NodeSettings
+
+EXIT_SETTINGS = 2
+EXIT_LOCKED = 3
+EXIT_LISTEN = 4
+
+log = structlog.get_logger(__name__)
+
+
+async def run(settings: NodeSettings) -> int:
+    """The life of the process; returns its exit code."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    node = Node(settings)
+    try:
+        await node.open()
+    except OSError as error:
+        log.error("the KV node cannot listen", error=str(error))
+        return EXIT_LISTEN
+    if settings.exit_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), _stdin_told, stop)
+    sys.stdout.write(msgspec.json.encode({"node": node.name, "socket": settings.socket_path, "data": ""}).decode() + "\n")
+    sys.stdout.flush()
+    await stop.wait()
+    if settings.exit_with_stdin:
+        loop.remove_reader(sys.stdin.fileno())
+    await node.close()
+    return 0
+
+
+def _stdin_told(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        stop.set()
+
+
+def main() -> int:
+    """Reads the settings and serves."""
+    import uvloop
+
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    try:
+        settings = msgspec.json.decode(sys.argv[1] if len(sys.argv) == 2 else "", type=NodeSettings)
+    except msgspec.MsgspecError as error:
+        sys.stderr.write(f"settings of the KV node: {error}\n")
+        return EXIT_SETTINGS
+    return uvloop.run(run(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

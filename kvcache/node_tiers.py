@@ -1,0 +1,499 @@
+"""Both tiers of a node as one: blocks come into host memory, go to disk, and come back when they are read.
+
+Runs on the node's event loop; what touches the disk or encodes runs in threads, on blocks that are pinned meanwhile. A block
+is *dirty* until it is on disk. Dirty blocks go there once they are settled, when room is needed, and when the node stops; a
+disk that refuses is left alone for a while, and blocks that must leave memory in that time are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, TypeVarTuple
+
+from kvcache import codecs
+from kvcache.core.holdings import Held, Holdings
+from kvcache.core.identity import PAGE_BYTES, KvIdentity
+from kvcache.host_tier import HostBlock, HostTier, pages_of
+from kvcache.node_messages import checksums
+from kvcache.node_settings import NodeSettings
+from kvcache.store import KvStore, Refusal, StoredBlock, StoredForm
+from subjects.ids import ReplicaId
+from subjects.messages import KvTier
+
+BATCH_BYTES = 16 * 1024 * 1024
+"""Raw bytes that go to or come from disk at once."""
+DISK_RETRY_S = 30.0
+"""A disk that refused is tried again after that long."""
+HOT_RETRY_S = 5.0
+ROOM_TRIES_MAX = 3
+FREE_SHARE = 0.03
+"""Of the arena that is kept free, so that writers seldom wait."""
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class Keeper(Protocol):
+    """What policy says of a block that is to leave."""
+
+    def pinned(self, block: HostBlock) -> bool:
+        """Hot: stays in memory."""
+
+    def needed(self, block: HostBlock) -> bool:
+        """A running chain of requests needs it: not dropped while it lies nowhere else."""
+
+
+class KeepNothing:
+    """No policy."""
+
+    def pinned(self, block: HostBlock) -> bool:
+        """Nothing is."""
+        return False
+
+    def needed(self, block: HostBlock) -> bool:
+        """Nothing is."""
+        return False
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks since the start."""
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    refused: int = 0
+    corrupt: int = 0
+    read_bytes: int = 0
+    """From disk."""
+    read_s: float = 0.0
+    """That reading them took."""
+
+
+class Tiers:
+    """Host memory and disk of one node."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        host: HostTier,
+        store: KvStore | None,
+        *,
+        keeper: Keeper | None = None,
+        on_disk_refused: Callable[[Refusal], None] = lambda refusal: None,
+        on_read: Callable[[int, float], None] = lambda size, seconds: None,
+    ) -> None:
+        self.host = host
+        self.store = store
+        self.holdings = Holdings()
+        self.counts = TierCounts()
+        self.codec_of: dict[str, str] = {}
+        """By ``KvSignature.model``."""
+        self.disk_state = "" if store is not None else "no disk"
+        self._settings = settings
+        self._keeper: Keeper = keeper or KeepNothing()
+        self._on_disk_refused = on_disk_refused
+        self._on_read = on_read
+        self._dirty: dict[bytes, HostBlock] = {}
+        self._disk_rests_until_s = 0.0
+        self._promoting: dict[bytes, asyncio.Event] = {}
+        self._room = asyncio.Lock()
+        self._demoting = asyncio.Lock()
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-write")
+
+    @staticmethod
+    def now_s() -> float:
+        """The node's clock."""
+        return time.monotonic()
+
+    @property
+    def dirty_bytes(self) -> int:
+        """Of blocks that are not on disk yet."""
+        return sum(block.size for block in self._dirty.values())
+
+    # ---- looking
+
+    def leading(self, identity: KvIdentity, hashes: Sequence[bytes]) -> int:
+        """How many of these blocks are in either tier, from the first on."""
+        return self.holdings.leading(identity, hashes)
+
+    async def acquire(
+        self, identity: KvIdentity, hashes: Sequence[bytes], *, replica: ReplicaId | None = None
+    ) -> list[HostBlock]:
+        """The leading blocks, in memory and pinned; :meth:`release` them."""
+        found: list[HostBlock] = []
+        prefix = identity.key
+        try:
+            tries = 0
+            while len(found) < len(hashes):
+                at = len(found)
+                block = self.host.find(prefix + hashes[at])
+                if block is not None:
+                    self.host.pin(block)
+                    found.append(block)
+                    tries = 0
+                    continue
+                tries += 1
+                if self.store is None or tries > ROOM_TRIES_MAX:
+                    break
+                busy = self._promoting.get(prefix + hashes[at])
+                if busy is not None:
+                    await busy.wait()
+                elif not await self._promote(identity, hashes[at:]):
+                    break
+        except BaseException:
+            self.release(found)
+            raise
+        now_s = self.now_s()
+        for block in found:
+            self.host.order.touch(block.key, now_s)
+            self.holdings.used(block.key, now_s, replica)
+        self.counts.hits += len(found)
+        self.counts.misses += len(hashes) - len(found)
+        return found
+
+    def release(self, blocks: Iterable[HostBlock]) -> None:
+        """The opposite of :meth:`acquire`."""
+        for block in blocks:
+            self.host.unpin(block)
+
+    def touch(self, identity: KvIdentity, hashes: Sequence[bytes], *, replica: ReplicaId | None, test: bool) -> None:
+        """A request uses these blocks, of one chain in its order."""
+        now_s = self.now_s()
+        prefix = identity.key
+        for hash in hashes:
+            self.host.order.touch(prefix + hash, now_s, test=test)
+            self.holdings.used(prefix + hash, now_s, replica)
+        if self.store is not None:
+            self.store.touch(identity, hashes, time.time())
+
+    # ---- coming
+
+    async def reserve(self, identity: KvIdentity, hash: bytes, parent: bytes) -> HostBlock | None:
+        """Pages for a block that is to come, once others made room; None where none can."""
+        size = identity.signature.block_bytes
+        for _ in range(ROOM_TRIES_MAX):
+            block = self.host.reserve(identity, hash, parent, size)
+            if block is not None:
+                return block
+            if not await self.make_room(pages_of(size) * PAGE_BYTES):
+                break
+        return None
+
+    def keep(
+        self,
+        block: HostBlock,
+        sums: bytes,
+        *,
+        depth: int = 0,
+        replica: ReplicaId | None = None,
+        test: bool = False,
+        on_disk: bool = False,
+    ) -> None:
+        """The bytes of a reserved block are there."""
+        now_s = self.now_s()
+        if not self.host.keep(block, sums, now_s, test=test):
+            return
+        block.on_disk = on_disk
+        if not on_disk and self.store is not None:
+            self._dirty[block.key] = block
+        self.holdings.came(
+            block.identity,
+            block.hash,
+            block.parent,
+            tier=KvTier.HOST,
+            size=block.size,
+            now_s=now_s,
+            depth=depth,
+            replica=replica,
+        )
+
+    async def make_room(self, wanted_bytes: int) -> bool:
+        """Lets blocks leave memory until so many bytes are free; what is dirty is written first where the disk takes it."""
+        async with self._room:
+            if self.host.bytes_free >= wanted_bytes:
+                return True
+            victims = self.host.victims(wanted_bytes - self.host.bytes_free, self.now_s(), self._keeper.pinned)
+            dirty = [block for block in victims if not block.on_disk]
+            for block in victims:
+                if block.on_disk:
+                    self._forget(block)
+            if dirty:
+                await self._demote(dirty)
+            for block in dirty:
+                if block.gone:
+                    continue
+                if block.on_disk or not self._keeper.needed(block):
+                    self._forget(block)
+                else:
+                    self.host.stay(block, self.now_s())
+            return self.host.bytes_free >= wanted_bytes
+
+    # ---- going
+
+    async def tend(self) -> None:
+        """What is due by now: settled blocks are written, some memory is kept free, the store drops what was idle."""
+        now_s = self.now_s()
+        if self.store is not None:
+            settled = [block for block in self._dirty.values() if now_s - block.arrived_s >= self._settings.settle_s]
+            await self._demote(settled)
+            if await self._write(self.store.sweep, time.time()):
+                self.reconcile()
+        free = int(self.host.bytes_max * FREE_SHARE)
+        if self.host.bytes_free < free:
+            await self.make_room(free)
+
+    async def demote(self, keys: Iterable[bytes]) -> int:
+        """These blocks leave memory for the disk (they are cold); returns how many left."""
+        blocks = [block for block in map(self.host.find, keys) if block is not None and not block.pins]
+        await self._demote([block for block in blocks if not block.on_disk])
+        left = [block for block in blocks if block.on_disk and not block.gone and not block.pins]
+        for block in left:
+            self._forget(block)
+        return len(left)
+
+    async def flush(self, bound_s: float) -> int:
+        """Writes what is dirty; returns how many bytes are not on disk after ``bound_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(bound_s):
+                await self._demote(list(self._dirty.values()))
+        return self.dirty_bytes
+
+    async def evict(self, model: str, ratio: float) -> tuple[int, int, int]:
+        """Drops this share of a model's blocks from both tiers; bytes in memory, bytes on disk (raw), blocks."""
+        host_bytes = disk_bytes = 0
+        leaving = self.holdings.coldest(model, ratio)
+        by_identity: dict[bytes, list[Held]] = {}
+        for held in leaving:
+            by_identity.setdefault(held.identity.key, []).append(held)
+        for held in leaving:
+            block = self.host.find(held.key)
+            if block is not None:
+                host_bytes += len(block.slots) * PAGE_BYTES
+                self._forget(block)
+        for some in by_identity.values():
+            on_disk = [held for held in some if held.disk]
+            if self.store is not None and on_disk:
+                gone = await self._write(self.store.drop, on_disk[0].identity, [held.hash for held in on_disk])
+                disk_bytes += gone.bytes
+            for held in on_disk:
+                self.holdings.left(held.key, KvTier.DISK)
+        return host_bytes, disk_bytes, len(leaving)
+
+    async def corrupt(self, identity: KvIdentity, hash: bytes) -> None:
+        """A block was not what it had been: it leaves both tiers and is computed again."""
+        self.counts.corrupt += 1
+        key = identity.key + hash
+        block = self.host.find(key)
+        if block is not None:
+            self._forget(block)
+        if self.store is not None:
+            await self._write(self.store.drop, identity, [hash])
+            self.holdings.left(key, KvTier.DISK)
+
+    def reconcile(self) -> None:
+        """Blocks that the store dropped by itself are no longer believed to be there."""
+        if self.store is None:
+            return
+        for held in [held for held in self.holdings if held.disk]:
+            if not self.store.leading(held.identity, [held.hash]):
+                self._left_disk(held.key)
+
+    async def close(self) -> None:
+        """Ends the threads and closes the store."""
+        if self.store is not None:
+            await self._write(self.store.close)
+        self._readers.shutdown(wait=True)
+        self._writer.shutdown(wait=True)
+
+    # ---- inner
+
+    def _left_disk(self, key: bytes) -> None:
+        self.holdings.left(key, KvTier.DISK)
+        block = self.host.find(key)
+        if block is not None:
+            block.on_disk = False
+
+    def _forget(self, block: HostBlock) -> None:
+        self.host.remove(block.key)
+        self._dirty.pop(block.key, None)
+        self.holdings.left(block.key, KvTier.HOST)
+
+    async def _write(self, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, call, *arguments)
+
+    async def _promote(self, identity: KvIdentity, hashes: Sequence[bytes]) -> int:
+        """Reads leading blocks from disk into memory, as many as one batch takes; returns how many came."""
+        assert self.store is not None
+        size = identity.signature.block_bytes
+        forms = self.store.forms(identity, hashes[: max(1, BATCH_BYTES // size)])
+        prefix = identity.key
+        arrived = asyncio.Event()
+        rooms: list[HostBlock] = []
+        for hash in hashes[: len(forms)]:
+            if self.host.find(prefix + hash) is not None or prefix + hash in self._promoting:
+                break
+            parent = self.store.parent(identity, hash)
+            block = await self.reserve(identity, hash, parent or b"") if parent is not None else None
+            if block is None:
+                break
+            self._promoting[prefix + hash] = arrived
+            rooms.append(block)
+        came = 0
+        try:
+            if rooms:
+                begin_s = self.now_s()
+                sums = await asyncio.get_running_loop().run_in_executor(
+                    self._readers, self._read_blocks, identity, rooms, forms
+                )
+                for block, sum_ in zip(rooms, sums, strict=False):
+                    self.keep(block, sum_, on_disk=True)
+                    self.holdings.came(identity, block.hash, block.parent, tier=KvTier.DISK, size=size, now_s=self.now_s())
+                    came += 1
+                self._on_read(came * size, self.now_s() - begin_s)
+        finally:
+            for block in rooms:
+                self._promoting.pop(block.key, None)
+            for block in rooms[came:]:
+                self.host.abandon(block)
+            arrived.set()
+        if came < len(rooms):
+            self.reconcile()  # what did not verify is no longer in the store
+        return came
+
+    def _read_blocks(self, identity: KvIdentity, rooms: Sequence[HostBlock], forms: Sequence[StoredForm]) -> list[bytes]:
+        """In a thread: the checksums of those leading blocks that were there and verified."""
+        assert self.store is not None
+        if all(form.codec == "none" for form in forms[: len(rooms)]):
+            into = [self.host.rooms(block) for block in rooms]
+            got = self.store.get(identity, [block.hash for block in rooms], into, time.time())
+            whole = [form.codec == "none" and form.payload_bytes == identity.signature.block_bytes for form in got]
+            return [checksums_of(block) for block, fits in zip(rooms, whole, strict=False) if fits] if all(whole) else []
+        sums: list[bytes] = []
+        for block, form in zip(rooms, forms, strict=False):
+            scratch = memoryview(mmap.mmap(-1, form.pages * PAGE_BYTES))
+            read = self.store.get(identity, [block.hash], [[scratch]], time.time())
+            if not read:
+                break
+            try:
+                decode_into(block, scratch[: read[0].payload_bytes], read[0].codec)
+            except codecs.CodecError:
+                break
+            sums.append(checksums_of(block))
+        return sums
+
+    async def _demote(self, blocks: Sequence[HostBlock]) -> None:
+        """Writes dirty blocks to disk, as far as it takes them."""
+        if self.store is None:
+            return
+        async with self._demoting:
+            waiting = [block for block in blocks if not block.on_disk and not block.gone]
+            while waiting and self.now_s() >= self._disk_rests_until_s:
+                batch = _one_batch(waiting)
+                waiting = [block for block in waiting if block not in batch and not block.on_disk and not block.gone]
+                await self._demote_batch([block for block in batch if not block.gone])
+
+    async def _demote_batch(self, batch: Sequence[HostBlock]) -> None:
+        assert self.store is not None
+        identity = batch[0].identity
+        codec = self.codec_of.get(identity.signature.model, "none")
+        for block in batch:
+            self.host.pin(block)
+        try:
+            kept, refusal, evicted = await self._write(self._put, identity, batch, codec)
+        finally:
+            for block in batch:
+                self.host.unpin(block)
+        now_s = self.now_s()
+        for block in batch[:kept]:
+            self._dirty.pop(block.key, None)
+            if not block.gone:
+                block.on_disk = True
+            held = self.holdings.get(block.key)
+            self.holdings.came(
+                identity,
+                block.hash,
+                block.parent,
+                tier=KvTier.DISK,
+                size=block.size,
+                now_s=held.used_s if held is not None else now_s,
+            )
+        if evicted:
+            self.reconcile()
+        if refusal is None:
+            self.disk_state = ""
+            return
+        self._refused(refusal, batch[kept] if kept < len(batch) else None)
+
+    def _refused(self, refusal: Refusal, block: HostBlock | None) -> None:
+        if refusal is Refusal.INVALID:
+            if block is not None:
+                self._dirty.pop(block.key, None)
+            return
+        self.disk_state = refusal.value
+        self._disk_rests_until_s = self.now_s() + (HOT_RETRY_S if refusal is Refusal.HOT else DISK_RETRY_S)
+        self._on_disk_refused(refusal)
+
+    def _put(self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str) -> tuple[int, Refusal | None, bool]:
+        """In a thread."""
+        assert self.store is not None
+        before = self.store.stats()
+        stored: list[StoredBlock] = []
+        for block in batch:
+            if codec == "none":
+                stored.append(StoredBlock(block.hash, block.parent, block.views))
+                continue
+            payload = codecs.encode(identity.signature, raw_of(block), codec)
+            stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
+        result = self.store.put(identity, stored, time.time())
+        after = self.store.stats()
+        return result.kept, result.refused, (after.evicted, after.idled) != (before.evicted, before.idled)
+
+
+def raw_of(block: HostBlock) -> memoryview:
+    """The bytes of a block as one piece; a copy where its pages do not lie together."""
+    return block.views[0] if len(block.views) == 1 else memoryview(b"".join(block.views))
+
+
+def checksums_of(block: HostBlock) -> bytes:
+    """Of the bytes that lie in the block's pages now, whatever pages they are."""
+    return b"".join([checksums(view) for view in block.views])
+
+
+def decode_into(block: HostBlock, payload: memoryview, codec: str) -> None:
+    """Fills a reserved block from an encoded payload.
+
+    Raises:
+        CodecError: the payload is corrupt.
+    """
+    if len(block.views) == 1:
+        codecs.decode(block.identity.signature, payload, codec, block.views[0])
+        return
+    scratch = memoryview(bytearray(block.size))
+    codecs.decode(block.identity.signature, payload, codec, scratch)
+    at = 0
+    for view in block.views:
+        view[:] = scratch[at : at + len(view)]
+        at += len(view)
+
+
+def _one_batch(blocks: Sequence[HostBlock]) -> list[HostBlock]:
+    """Blocks of the first one's identity, of together at most a batch's bytes."""
+    identity_key = blocks[0].identity.key
+    batch: list[HostBlock] = []
+    total = 0
+    for block in blocks:
+        if block.identity.key != identity_key:
+            continue
+        total += block.size
+        if batch and total > BATCH_BYTES:
+            break
+        batch.append(block)
+    return batch
