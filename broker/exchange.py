@@ -65,6 +65,8 @@ class Exchange:
         self.replica: ReplicaId | None = None
         self.attempt = 0
         self.queue_wait_s: float | None = None
+        self.prefix_tokens = 0
+        """Of the prompt that its replica is believed not to compute again; the engine's own count comes with the end."""
         self.input_tokens = 0
         """The gateway's own count of the prompt; the engine's comes with the end."""
         self.on_news: Callable[[], None] | None = None

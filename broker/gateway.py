@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn, TypeVar, assert_never
+from typing import NamedTuple, NoReturn, TypeVar, assert_never
 
 import msgspec
 import structlog
@@ -34,6 +34,7 @@ from broker.core.admission import (
     unknown_model,
     yields_at_s,
 )
+from broker.core.affinity import PromptPrefix, ReuseCosts, engine_spans, prompt_prefix, reuse_costs
 from broker.core.recent_requests import RecentRequests
 from broker.core.request_events import (
     Cancelled,
@@ -51,17 +52,18 @@ from broker.core.request_events import Failed as CoreFailed
 from broker.exchange import Ask, Ended, Exchange, Failed
 from broker.gateway_metrics import UNRESOLVED, GatewayMetrics
 from broker.gateway_models import ModelTable
+from broker.kv_sync import KvSync
 from broker.openai_answers import AnswerHead
 from broker.openai_bodies import ParsedBody, parse_body
 from broker.request_shell import RequestShell
-from profiles.blocks import tenant_salt
-from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
+from kvcache.core.prefix_index import PrefixIndex
+from profiles.features import OutputLengths, RequestContext, parse_fields, profile_and_chain
 from profiles.tokenizer import ModelTokenizer, PromptTokenizer
 from subjects import names
 from subjects.bus import Bus, BusMessage, KvEntry, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, place_of
-from subjects.ids import IngressId, RequestId, incarnated
+from subjects.ids import IngressId, ModelHash, RequestId, Tenant, incarnated
 from subjects.messages import (
     Endpoint,
     IngressTelemetry,
@@ -83,6 +85,8 @@ TOKENISED_INLINE_BYTES_MAX = 16 * 1024
 TOKENISER_THREADS = 2
 OPENING_MAX = 512
 """Requests that are checked and tokenised at once; each may hold a large body."""
+REUSE_COSTS_MAX = 4096
+"""Models whose costs of reuse are kept at hand."""
 DIGEST_KEY = "digest"
 
 _T = TypeVar("_T")
@@ -98,6 +102,15 @@ class GatewayOptions:
     limits: Limits = field(default_factory=Limits)
     request_s_max: float = 600.0
     """The deadline of a request that brings none, and the latest that it may bring."""
+    trust_domains: Mapping[Tenant, str] = field(default_factory=dict)
+    """Whose KV a tenant's requests may reuse, as ``broker.http_keys.ApiKeys`` reads them; else only its own."""
+
+
+class _Profiled(NamedTuple):
+    profile: RequestProfile
+    salt: str
+    """What its trust domain's KV is salted with, in hex."""
+    prefix: PromptPrefix | None
 
 
 @dataclass(slots=True)
@@ -107,6 +120,8 @@ class _Live:
     body: ParsedBody
     view: ModelView
     profile: RequestProfile
+    salt: str
+    prefix: PromptPrefix | None
     arrived_s: float
     wait_until_s: float
     deadline_s: float
@@ -129,7 +144,12 @@ class Gateway:
         self.digest: PoolDigest | None = None
         self._models = ModelTable()
         self._admission = Admission(self._options.limits)
-        self._shell = RequestShell(bus, self.ingress, self, queue_shards=self._options.queue_shards)
+        self.prefixes = PrefixIndex()
+        """Who holds the KV of which prompts."""
+        self._kv_sync = KvSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
+        self._reuse: dict[ModelHash, ReuseCosts] = {}
+        shards = self._options.queue_shards
+        self._shell = RequestShell(bus, self.ingress, self, queue_shards=shards, prefixes=self.prefixes)
         self._lengths = OutputLengths()
         self._live: dict[RequestId, _Live] = {}
         self._recent = RecentRequests()
@@ -161,6 +181,7 @@ class Gateway:
         await self._shell.start()
         self._subscriptions.append(await self._bus.subscribe(names.POOL, self._on_digest))
         self._subscriptions.append(await self._bus.subscribe(names.why(self.ingress), self._on_question))
+        await self._kv_sync.start()
         self._loops.spawn(self._read_registry(), self._send_telemetry())
 
     async def drain(self, timeout_s: float) -> None:
@@ -182,6 +203,7 @@ class Gateway:
         await self._resubmits.end()
         await self._questions.end()
         await self._loops.end()
+        await self._kv_sync.stop()
         for subscription in self._subscriptions:
             await subscription.stop()
         await self._shell.stop()
@@ -276,6 +298,7 @@ class Gateway:
             metrics.running.labels(name).set(count)
         metrics.in_flight.set(len(self._live))
         metrics.bus_connected.set(self._bus.connected)
+        metrics.prefix_holdings.set(self.prefixes.holdings)
         if self._shell.round_trip_s is not None:
             metrics.bus_round_trip_s.set(self._shell.round_trip_s)
 
@@ -298,9 +321,9 @@ class Gateway:
         try:
             self._refuse_when_unable()
             body = parse_body(ask.endpoint, ask.body)
-            view, profile = await self._choose(ask, body, arrived_s)
+            view, profiled = await self._choose(ask, body, arrived_s)
             model = view.name
-            exchange = self._submit(ask, body, view, profile, arrived_s)
+            exchange = self._submit(ask, body, view, profiled, arrived_s)
         except ApiError as error:
             self.metrics.ended(model, str(error.status), ask.way)
             raise
@@ -357,7 +380,7 @@ class Gateway:
         elif self._bus_lost_s is None:
             self._bus_lost_s = time.monotonic()
 
-    async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, RequestProfile]:
+    async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, _Profiled]:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
         adapter = body.fields.adapter
         if body.model != AUTO or adapter:
@@ -402,7 +425,7 @@ class Gateway:
             return None
         return other
 
-    async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> RequestProfile:
+    async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> _Profiled:
         record = view.record
         parsed = parse_fields(ask.endpoint, body.mapping)
         tokenizer = await self._tokenizer_of(record)
@@ -416,6 +439,7 @@ class Gateway:
         now_s = time.monotonic()
         context = RequestContext(
             tenant=ask.tenant,
+            trust_domain=self._options.trust_domains.get(ask.tenant, ""),
             deadline_unix_s=time.time() + self._deadline_s(ask, arrived_s) - now_s,
             sla_class=ask.sla_class,
             business_id=header(ask, "x-business-id"),
@@ -424,7 +448,20 @@ class Gateway:
             kind=request_kind(ask),
             adapter=view.adapter,
         )
-        return build_profile(record, ask.endpoint, parsed, prompts, context, self._lengths)
+        profile, chain = profile_and_chain(record, ask.endpoint, parsed, prompts, context, self._lengths)
+        # KV of embeddings is not kept, so their prompts are not looked for.
+        hashes = chain.hashes if ask.endpoint is not Endpoint.EMBEDDINGS and not self.prefixes.empty else []
+        return _Profiled(profile, chain.salt.hex(), prompt_prefix(hashes, record, self._reuse_costs(record)))
+
+    def _reuse_costs(self, record: ModelRecord) -> ReuseCosts:
+        found = self._reuse.get(record.model_hash)
+        if found is None:
+            if len(self._reuse) >= REUSE_COSTS_MAX:
+                self._reuse.clear()
+            found = self._reuse[record.model_hash] = reuse_costs(record)
+            if (spans := engine_spans(record)) is not None:
+                self.prefixes.engine_is(record.model_hash, spans)
+        return found
 
     async def _tokenizer_of(self, record: ModelRecord) -> PromptTokenizer:
         loaded = self._models.loaded_tokenizer(record)
@@ -438,7 +475,8 @@ class Gateway:
         longest_s = self._options.request_s_max
         return arrived_s + (longest_s if timeout_s is None else min(timeout_s, longest_s))
 
-    def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profile: RequestProfile, arrived_s: float) -> Exchange:
+    def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profiled: _Profiled, arrived_s: float) -> Exchange:
+        profile, salt, prefix = profiled
         request = self._next_request()
         # The name the client used, alias or not; for ``auto`` and a degradation, the model that answers (PAINS J12).
         own_name = view.is_called(body.model)
@@ -458,9 +496,8 @@ class Gateway:
         if not own_name and body.model != AUTO:
             exchange.degraded_from = body.model
         deadline_s = self._deadline_s(ask, arrived_s)
-        live = _Live(
-            exchange, ask, body, view, profile, arrived_s, min(deadline_s, arrived_s + view.record.max_wait_s), deadline_s
-        )
+        wait_until_s = min(deadline_s, arrived_s + view.record.max_wait_s)
+        live = _Live(exchange, ask, body, view, profile, salt, prefix, arrived_s, wait_until_s, deadline_s)
         self._admit(request, live)
         return exchange
 
@@ -473,7 +510,6 @@ class Gateway:
         if refusal is not None:
             raise _api_error(refusal)
         self._live[request] = live
-        adapter = live.view.adapter
         arrived_unix_s = time.time() - (time.monotonic() - live.arrived_s)
         self._recent.arrived(request, live.view.name, live.profile, live.arrived_s, arrived_unix_s)
         self._shell.step(
@@ -483,10 +519,11 @@ class Gateway:
                 body=live.body.raw,
                 wait_until_s=live.wait_until_s,
                 deadline_s=live.deadline_s,
-                cache_salt=tenant_salt(live.ask.tenant, adapter.adapter_hash if adapter is not None else "").hex(),
+                cache_salt=live.salt,
                 yields_at_s=yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
                 sla=live.view.record.sla,
-                adapter=adapter,
+                adapter=live.view.adapter,
+                prefix=live.prefix,
             )
         )
         view = live.view
@@ -507,10 +544,15 @@ class Gateway:
         if live is None:
             return
         self._admission.started(grant.request)
-        self._recent.granted(grant.request, grant.attempt, grant.replica, grant.waited_s)
+        self._recent.granted(grant.request, grant.attempt, grant.replica, grant.waited_s, prefix_tokens=grant.prefix_tokens)
         live.granted = True
         live.waited_s = grant.waited_s
         exchange = live.exchange
+        exchange.prefix_tokens = grant.prefix_tokens
+        if grant.prefix_tokens:
+            metrics = self.metrics.of(live.view.name)
+            metrics.prefix_requests.inc()
+            metrics.prefix_tokens.inc(grant.prefix_tokens)
         exchange.replica, exchange.attempt = grant.replica, grant.attempt
         exchange.queue_wait_s = time.monotonic() - live.arrived_s
 
@@ -634,13 +676,15 @@ class Gateway:
         exchange = live.exchange
         admitted = False
         try:
-            profile = await self._profile(live.ask, live.body, other, live.arrived_s)
+            profile, salt, prefix = await self._profile(live.ask, live.body, other, live.arrived_s)
             if exchange.left or self._draining:
                 return
             request = self._next_request()
             exchange.degrade(other.name, live.view.name, partial(self._client_left, request))
             wait_until_s = min(live.deadline_s, now_s + other.record.max_wait_s)
-            again = _Live(exchange, live.ask, live.body, other, profile, live.arrived_s, wait_until_s, live.deadline_s)
+            again = _Live(
+                *(exchange, live.ask, live.body, other, profile, salt, prefix), live.arrived_s, wait_until_s, live.deadline_s
+            )
             self._admit(request, again)
             admitted = True
         except ApiError:
@@ -677,6 +721,7 @@ class Gateway:
             return
         self.digest = digest
         self._models.digest_changed(digest)
+        self.prefixes.pool_is(digest)
         self._shell.step(PoolChanged(digest))
 
     async def _send_telemetry(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import resource
 import signal
@@ -74,7 +75,8 @@ async def run_gateway(config: GatewayConfig, *, on_ready: Callable[[str], None] 
             config.nats_urls, name=config.gateway.name, shards=config.gateway.queue_shards, wait=True
         )
         stack.push_async_callback(bus.close)
-        gateway = Gateway(bus, config.gateway)
+        domains = {} if keys is None else keys.trust_domains
+        gateway = Gateway(bus, dataclasses.replace(config.gateway, trust_domains=domains))
         siblings = None if config.place is None else Siblings(config.place, gateway.metrics_text)
         app = HttpApp(gateway, config.http, keys, metrics=None if siblings is None else siblings.metrics)
         server = HttpServer(app, host=config.host, port=config.port, shared_port=siblings is not None)

@@ -24,6 +24,8 @@ class ModelMetrics:
     tokens_cached: Counter
     attempts: Counter
     cancelled: Counter
+    prefix_requests: Counter
+    prefix_tokens: Counter
 
 
 class GatewayMetrics:
@@ -50,6 +52,15 @@ class GatewayMetrics:
         self.tokens = Counter("carpool_tokens", "Tokens as the engines count them.", ["model", "kind"], registry=own)
         self.attempts = Counter("carpool_attempts_repeated", "Attempts after the first.", ["model"], registry=own)
         self.cancelled = Counter("carpool_requests_cancelled", "Requests whose client left.", ["model"], registry=own)
+        self.prefix_requests = Counter(
+            "carpool_prefix_requests", "Requests handed to where a part of their prompt is kept.", ["model"], registry=own
+        )
+        self.prefix_tokens = Counter(
+            "carpool_prefix_tokens", "Tokens of those parts, as the index has them.", ["model"], registry=own
+        )
+        self.prefix_holdings = Gauge(
+            "carpool_prefix_index_spans", "Spans in the prefix index, once for each holder.", registry=own
+        )
         self.discarded = Counter("carpool_messages_discarded", "Messages that could not be decoded.", ["kind"], registry=own)
         self.bus_connected = Gauge("carpool_bus_connected", "Whether the bus is reachable.", registry=own)
         self.bus_round_trip_s = Gauge("carpool_bus_round_trip_seconds", "Last measured round trip to the bus.", registry=own)
@@ -69,6 +80,8 @@ class GatewayMetrics:
                 tokens_cached=self.tokens.labels(model, "cached"),
                 attempts=self.attempts.labels(model),
                 cancelled=self.cancelled.labels(model),
+                prefix_requests=self.prefix_requests.labels(model),
+                prefix_tokens=self.prefix_tokens.labels(model),
             )
         return found
 

@@ -440,6 +440,8 @@ def _about(exchange: Exchange, other: OtherApi | None = None) -> Headers:
         headers.append((b"x-carpool-attempt", str(exchange.attempt).encode()))
     if exchange.queue_wait_s is not None:
         headers.append((b"x-carpool-queue-wait-ms", str(round(exchange.queue_wait_s * 1000)).encode()))
+    if exchange.prefix_tokens:
+        headers.append((b"x-carpool-prefix-tokens", str(exchange.prefix_tokens).encode()))
     if exchange.degraded_from:
         headers.append((b"x-carpool-degraded-from", exchange.degraded_from.encode("utf-8", "replace")))
     if other is not None and other.id_header:

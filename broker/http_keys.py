@@ -6,6 +6,8 @@ The file is YAML (or JSON, which is YAML too)::
       - key: sk-...            # or  sha256: <64 hex digits of the key's SHA-256>
         tenant: search
         class: gold            # optional: overrides the model's class
+    trust_domains:             # optional: tenants that may reuse each other's KV; all others reuse only their own
+      research: [search, ads]
 
 Only digests are kept in memory. Nothing here ever shows a key or a digest (PAINS H5).
 """
@@ -41,8 +43,11 @@ ANYONE = Caller(Tenant("default"))
 """The caller where no keys are configured."""
 
 
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
+
+
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    tenant: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$(?!\n)")]
+    tenant: _Name
     key: str = ""
     sha256: str = ""
     sla_class: SlaClass | None = msgspec.field(default=None, name="class")
@@ -50,13 +55,16 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: Annotated[list[_Entry], Meta(min_length=1)]
+    trust_domains: dict[_Name, Annotated[list[_Name], Meta(min_length=1)]] = {}
 
 
 class ApiKeys:
     """Maps a presented key to its caller, in a time that tells nothing of how much of a key is right."""
 
-    def __init__(self, callers: dict[bytes, Caller]) -> None:
+    def __init__(self, callers: dict[bytes, Caller], trust_domains: dict[Tenant, str] | None = None) -> None:
         self._callers = callers
+        self.trust_domains: dict[Tenant, str] = trust_domains or {}
+        """By tenant, whose KV its requests may reuse; a tenant that is not in here reuses only its own."""
 
     @classmethod
     def of(cls, keys: dict[str, Caller]) -> ApiKeys:
@@ -82,14 +90,15 @@ class ApiKeys:
             # The path of the field is safe to show, a quoted value may be a key.
             _, found, place = str(error).rpartition(" - at `$.")
             field = place.rstrip("`") if found else "keys"
-            raise ConfigError(f"{path}: {field}: is wrong; each entry has key or sha256, tenant, and maybe class") from None
+            remedy = "each key has key or sha256, tenant, and maybe class; each trust domain a list of tenants"
+            raise ConfigError(f"{path}: {field}: is wrong; {remedy}") from None
         callers: dict[bytes, Caller] = {}
         for index, entry in enumerate(file.keys):
             digest = _entry_digest(path, index, entry)
             if digest in callers:
                 raise ConfigError(f"{path}: keys[{index}]: the same key is given twice; remove one entry")
             callers[digest] = Caller(Tenant(entry.tenant), entry.sla_class)
-        return cls(callers)
+        return cls(callers, _domains(path, file.trust_domains))
 
     def caller(self, authorization: str) -> Caller:
         """Whom ``Authorization: Bearer <key>`` belongs to.
@@ -108,6 +117,16 @@ class ApiKeys:
         if found is None:
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
         return found
+
+
+def _domains(path: Path, members: dict[str, list[str]]) -> dict[Tenant, str]:
+    """The domain of each tenant. Its name has a mark that no tenant's can have: it is never that of a tenant outside."""
+    domains: dict[Tenant, str] = {}
+    for name, tenants in members.items():
+        for index, tenant in enumerate(tenants):
+            if domains.setdefault(Tenant(tenant), f"domain:{name}") != f"domain:{name}":
+                raise ConfigError(f"{path}: trust_domains.{name}[{index}]: this tenant is in two domains; remove one")
+    return domains
 
 
 def _entry_digest(path: Path, index: int, entry: _Entry) -> bytes:

@@ -35,6 +35,7 @@ from broker.core.request_events import (
     TicketStored,
 )
 from broker.core.requests import RequestCore
+from kvcache.core.prefix_index import PrefixIndex
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
@@ -85,12 +86,21 @@ class RequestSink(Protocol):
 class RequestShell:
     """Connects one :class:`RequestCore` to one bus."""
 
-    def __init__(self, bus: Bus, ingress: IngressId, sink: RequestSink, *, queue_shards: int = 1) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        ingress: IngressId,
+        sink: RequestSink,
+        *,
+        queue_shards: int = 1,
+        prefixes: PrefixIndex | None = None,
+    ) -> None:
+        """``prefixes`` is for the core to read."""
         self._bus = bus
         self._ingress = ingress
         self._sink = sink
         self._shards = queue_shards
-        self._core = RequestCore(ingress)
+        self._core = RequestCore(ingress, prefixes=prefixes)
         self._events: deque[RequestEvent] = deque()
         self._stepping = False
         self._timer: asyncio.TimerHandle | None = None

@@ -1110,6 +1110,8 @@ class RequestAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """From when it began to wait (again) until this grant."""
     lost: bool = False
     """The replica was lost, busy or drained, and the request waited again."""
+    prefix_tokens: int = 0
+    """Of the prompt, that this replica was chosen for: it is believed not to compute them again."""
 
 
 class RequestStory(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import RequestAttempt, RequestProfile, RequestStory
 
@@ -41,20 +43,21 @@ class RecentRequests:
         """It was admitted."""
         self._live[request] = _Known(model, profile, arrived_s, arrived_unix_s)
 
-    def granted(self, request: RequestId, attempt: int, replica: ReplicaId, waited_s: float) -> None:
+    def granted(
+        self, request: RequestId, attempt: int, replica: ReplicaId, waited_s: float, *, prefix_tokens: int = 0
+    ) -> None:
         """A replica has it."""
         if (known := self._live.get(request)) is not None:
             known.running = True
-            known.attempts.append(RequestAttempt(attempt=attempt, replica=replica, waited_s=round(waited_s, 3)))
+            known.attempts.append(
+                RequestAttempt(attempt=attempt, replica=replica, waited_s=round(waited_s, 3), prefix_tokens=prefix_tokens)
+            )
 
     def restarted(self, request: RequestId) -> None:
         """It waits again."""
         known = self._live.get(request)
         if known is not None and known.attempts:
-            last = known.attempts[-1]
-            known.attempts[-1] = RequestAttempt(
-                attempt=last.attempt, replica=last.replica, waited_s=last.waited_s, lost=True
-            )
+            known.attempts[-1] = msgspec.structs.replace(known.attempts[-1], lost=True)
             known.running = False
 
     def first_output(self, request: RequestId, now_s: float) -> None:

@@ -171,6 +171,10 @@ class PrefixIndex:
         node = self._nodes.get(worker)
         return node.cursor if node is not None and node.wants_snapshot else None
 
+    def wanting(self) -> list[WorkerId]:
+        """Workers whose node has not told all it holds, in order of id."""
+        return sorted(worker for worker, node in self._nodes.items() if node.wants_snapshot)
+
     def expire(self, now_s: float) -> list[WorkerId]:
         """Drops what is believed of silent workers; returns them. To be called about every second."""
         silent = [worker for worker, node in self._nodes.items() if now_s - node.heard_s > SILENT_S_MAX]
