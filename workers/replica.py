@@ -99,7 +99,7 @@ from workers.core.replica_events import (
     TicketPulled,
     Unanswered,
 )
-from workers.engines.base import Engine, EngineInfo, EngineRequest
+from workers.engines.base import TEST_ENVIRONMENTS, Engine, EngineInfo, EngineRequest
 from workers.engines.factory import make_engine
 from workers.spec import ReplicaSpec
 
@@ -359,6 +359,10 @@ class Replica:
                         cache_salt=grant.cache_salt,
                         max_tokens=grant.max_tokens or profile.max_tokens,
                         adapter=grant.adapter,
+                        tenant=profile.tenant,
+                        sla_class=profile.sla_class,
+                        chain_id=profile.chain_id,
+                        test=profile.environment in TEST_ENVIRONMENTS,
                     )
                 )
             case AbortRequest(request, attempt):

@@ -12,7 +12,10 @@ from typing import Protocol
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Adapter, Delta, Endpoint
+from subjects.messages import Adapter, Delta, Endpoint, SlaClass
+
+TEST_ENVIRONMENTS = ("test", "load-test", "benchmark")
+"""Values of ``X-Environment`` whose requests are no real traffic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class EngineRequest:
     max_tokens: int = 0
     adapter: Adapter | None = None
     """The LoRA adapter that answers; None: the base model."""
+    tenant: str = ""
+    sla_class: SlaClass = SlaClass.SILVER
+    chain_id: str = ""
+    test: bool = False
+    """Test traffic: its KV is the first to go (KVC-2)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from subjects.messages import Adapter, Delta, Task
 from workers.core.held_request import Key
 from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
+from workers.engines.kv_reuse import KvReuse, reuses_kv
 from workers.engines.outbox import Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
@@ -34,6 +35,8 @@ STEP_SMOOTHING = 0.1
 """Weight of the newest step in the running mean of step times."""
 IDLE_STEP_WAIT_S = 0.002
 """Pause after a step that ran no model (a grammar is still being compiled): work will come, but not from spinning."""
+LOAD_WAIT_S = 0.02
+"""Pause while KV is being loaded and nothing else is to be done; bounds how late a load is given up."""
 STOP_TIMEOUT_S = 10.0
 """A step that does not end in this time belongs to a process that is about to exit anyway."""
 
@@ -50,6 +53,7 @@ class VllmEngine(FixedEngine):
         self._outbox = Outbox()
         self._admissions: dict[Key, asyncio.Task[None]] = {}
         self._gate = AdapterGate(spec.record, load=self._load_adapter, evict=self._evict_adapter)
+        self._kv = KvReuse(spec) if reuses_kv(spec) else None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
@@ -70,7 +74,11 @@ class VllmEngine(FixedEngine):
         built: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, args=(built,), name="vllm-engine", daemon=True)
         self._thread.start()
-        return await built
+        info = await built
+        if self._kv is not None and not self._kv.open():
+            await self._kv.close()
+            self._kv = None
+        return info
 
     async def warm(self, tokens: int) -> None:
         """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities.
@@ -129,8 +137,18 @@ class VllmEngine(FixedEngine):
         for task in list(self._admissions.values()):
             task.cancel()
         await self._gate.close()
+        if self._kv is not None:
+            await self._kv.close()
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join, STOP_TIMEOUT_S)
+
+    async def empty_prefixes(self) -> bool:
+        """Drops the engine's own prefix cache; what the KV tiers hold stays. False: something runs, nothing changed."""
+        emptied = []
+        await self._in_engine(lambda engine: emptied.append(engine.reset_prefix_cache()))
+        if emptied[0] and self._kv is not None:
+            await self._kv.emptied()
+        return bool(emptied[0])
 
     # ------------------------------------------------------------------------------------------------- on the event loop
 
@@ -150,6 +168,8 @@ class VllmEngine(FixedEngine):
         if answer.rendered.exhausted:
             self._outbox.put([answer.finish_exhausted()])
             return
+        if self._kv is not None and not self._embeds:
+            await self._kv.prepare(request, answer.rendered.prompts)
         lora = None
         if request.adapter is not None:
             try:
@@ -231,6 +251,8 @@ class VllmEngine(FixedEngine):
         register_architecture(self._record.source)
         arguments = {"enforce_eager": True, **engine_arguments(self._record), **turn_arguments(self._spec)}
         arguments |= adapter_arguments(self._record)
+        if self._kv is not None:
+            arguments |= self._kv.arguments()
         if self._record.adapters_max:
             from workers.engines import vllm_lora_cpu
 
@@ -249,6 +271,7 @@ class VllmEngine(FixedEngine):
             self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
         self._kv_pages = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self._engine, self._scheduler = engine, scheduler
+        self._hook_loads()
         return EngineInfo(
             slots=self._record.max_num_seqs,
             kv_pages=self._kv_pages,
@@ -258,18 +281,33 @@ class VllmEngine(FixedEngine):
             continues=not self._embeds and uses_fast_detokenizer(engine.get_tokenizer()),
         )
 
+    def _hook_loads(self) -> None:
+        """A load of KV that is over wakes the thread, which sleeps while nothing else is to be done."""
+        if self._kv is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            worker = get_kv_transfer_group().worker
+            if worker is not None:
+                worker.loader.wake = lambda: self._inbox.put(lambda: None)
+
+    def _has_work(self) -> bool:
+        # With a connector also what requests leave behind: blocks of a load that was aborted, uses that are to be told.
+        return bool(self._engine.has_unfinished_requests() or (self._kv is not None and self._scheduler.has_requests()))
+
     def _turn(self) -> None:
         """Takes the inbox, sleeping on it when there is nothing to generate, and makes one step."""
-        if not self._engine.has_unfinished_requests():
+        if not self._has_work():
             self._inbox.get()()
         self._empty_inbox()
-        if self._stopping or not self._engine.has_unfinished_requests():
+        if self._stopping or not self._has_work():
             return
         began_s = time.monotonic()
         outputs = self._engine.step()
         took_s = time.monotonic() - began_s
         self._busy_s += took_s
         self._step_s += (took_s - self._step_s) * (STEP_SMOOTHING if self._step_s else 1.0)
+        if self._kv is not None:
+            self._kv.speed.took(self._prompt_tokens(), took_s)
         deltas: list[Delta] = []
         for output in outputs:
             job = self._jobs.get(output.request_id)
@@ -284,7 +322,20 @@ class VllmEngine(FixedEngine):
             self._call(self._outbox.put, deltas)
         elif not outputs and not self._scheduler.running:
             with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=IDLE_STEP_WAIT_S)()
+                self._inbox.get(timeout=LOAD_WAIT_S if self._loads_only() else IDLE_STEP_WAIT_S)()
+
+    def _prompt_tokens(self) -> int:
+        side = self._scheduler.connector.scheduler
+        return side.scheduled_prompt_tokens if side is not None else 0
+
+    def _loads_only(self) -> bool:
+        """Whether all that is to be done waits for KV, which wakes the thread when it has come."""
+        if self._kv is None:
+            return False
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().worker
+        return worker is not None and worker.loader.open > 0
 
     def _empty_inbox(self) -> None:
         while True:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from subjects.tasks import end_tasks
 from workers.core.held_request import Key
 from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
+from workers.engines.kv_reuse import KvReuse, reuses_kv
 from workers.engines.outbox import Outbox
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
@@ -43,6 +45,7 @@ class VllmGpuEngine(FixedEngine):
         self._outbox = Outbox()
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._to_prime: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._kv = KvReuse(spec) if reuses_kv(spec) else None
         self._engine: Any = None
         self._layer: OpenAiLayer | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -71,6 +74,9 @@ class VllmGpuEngine(FixedEngine):
         engine = self._engine
         self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
         self._hook_continuations()
+        if self._kv is not None and not self._kv.open():
+            await self._kv.close()
+            self._kv = None
         # One page of vLLM's pool is a placeholder.
         self._kv_pages = max((engine.vllm_config.cache_config.num_gpu_blocks or 1) - 1, 0)
         self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
@@ -127,6 +133,8 @@ class VllmGpuEngine(FixedEngine):
             raise EngineError("sleep is not offered by this engine: set engine.options.enable_sleep_mode")
         await self._gate.clear()  # a sleep may lose them; each is loaded again at its next use
         await self._engine.sleep(level)
+        if self._kv is not None:
+            await self._kv.emptied()
 
     async def wake(self) -> EngineInfo:
         """Brings the weights back and an empty KV cache."""
@@ -148,6 +156,8 @@ class VllmGpuEngine(FixedEngine):
             tasks.append(self._watch)
         await end_tasks(tasks)
         await self._gate.close()
+        if self._kv is not None:
+            await self._kv.close()
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
 
@@ -167,6 +177,8 @@ class VllmGpuEngine(FixedEngine):
         from workers.engines.vllm_turns import turn_arguments
 
         options = engine_arguments(self._record) | turn_arguments(self._spec) | adapter_arguments(self._record)
+        if self._kv is not None:
+            options |= self._kv.arguments()
         arguments = AsyncEngineArgs(**options, enable_log_requests=False)
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._make_counters])
 
@@ -250,6 +262,8 @@ class VllmGpuEngine(FixedEngine):
         if answer.rendered.exhausted:
             self._outbox.put([answer.finish_exhausted()])
             return
+        if self._kv is not None:
+            await self._kv.prepare(request, answer.rendered.prompts)
         key = (request.request, request.attempt)
         lora = None
         if request.adapter is not None:
@@ -298,8 +312,14 @@ class VllmGpuEngine(FixedEngine):
 
         if prompt.rendered_ids:
             self._to_prime[name] = (prompt.rendered_ids, answer.rendered.request.sent_token_ids)
+        began_s: float | None = time.monotonic()
         try:
             async for output in self._engine.generate(prompt.engine_input, prompt.params, name, lora_request=lora):
+                if self._kv is not None and began_s is not None:
+                    # Its wait is in this too, so the speed is rather under- than overestimated.
+                    computed = prompt.prompt_tokens - (output.num_cached_tokens or 0)
+                    self._kv.speed.took(computed, time.monotonic() - began_s)
+                began_s = None
                 deltas = answer.take(index, output)
                 if deltas:
                     self._outbox.put(deltas)

@@ -46,6 +46,7 @@ GREEDY_BELOW = 1e-5
 TOOL_STRICT_LEVEL = "parameter"
 """Forced arguments follow each tool's schema. Under vLLM's own ``auto`` they do so only for a tool that says ``strict``: for
 others ``required`` lets any JSON through, and small models answer with a bare string or null where an object is due."""
+WITHHELD_ARGUMENTS = ("kv_transfer_params", "ec_transfer_params")
 _LAYER_OPTIONS = ("chat_template", "tool_call_parser", "tool_strict_level", "reasoning_parser")
 
 
@@ -247,6 +248,9 @@ class OpenAiLayer:
         params = body.to_sampling_params(max(tokens, 1) if sent else tokens, serving.default_sampling_params)
         params.output_kind = RequestOutputKind.DELTA
         params.stream_interval = None
+        for name in WITHHELD_ARGUMENTS:
+            # A client's own, by way of ``vllm_xargs``; vLLM would take them for ours.
+            (params.extra_args or {}).pop(name, None)
         if sent:
             _check_continuation(body, params)
         return Prompt(
@@ -522,7 +526,8 @@ def job_name(request: EngineRequest, prompt_index: int) -> str:
 
 
 def _check_body(body: Any, request: EngineRequest) -> None:
-    body.kv_transfer_params = body.ec_transfer_params = None
+    # Whose cached prefixes a request may use is the gateway's to say, never the client's.
+    body.kv_transfer_params = body.ec_transfer_params = body.cache_salt = None
     check_extras(body)
     wanted = getattr(body.response_format, "json_schema", None)
     if wanted is not None and wanted.json_schema is None:
