@@ -1,22 +1,18 @@
 """What the store on disk knows without touching it: blocks by hash, who was used least recently, what may be written a day.
 
 Pure: no IO, no clock. A *place* is where a block lies (for the store a segment, here anything); its slots are pages.
-Look-ups, insertions, uses and removals are O(1). A block costs about 0.4 KiB of memory (measured in the tests), 0.06 % of one
-of 720 KiB.
+Look-ups, insertions, uses and removals are O(1).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 
-CANDIDATES_MAX = 256
-"""Blocks shown at a time to the function that orders candidates for eviction."""
 DAY_S = 86_400.0
 
 P = TypeVar("P")
@@ -25,10 +21,18 @@ P = TypeVar("P")
 class Block(Generic[P]):
     """One block on the shelf. Its hash and that of its parent are 16 bytes each; the parent of a first block is ``b""``."""
 
-    __slots__ = ("first_slot", "hash", "owner", "parent", "payload_bytes", "place", "used_s")
+    __slots__ = ("checksums", "first_slot", "hash", "owner", "parent", "payload_bytes", "place", "used_s")
 
     def __init__(
-        self, owner: Owner[P], hash: bytes, parent: bytes, place: P, first_slot: int, payload_bytes: int, used_s: float
+        self,
+        owner: Owner[P],
+        hash: bytes,
+        parent: bytes,
+        place: P,
+        first_slot: int,
+        payload_bytes: int,
+        checksums: bytes,
+        used_s: float,
     ) -> None:
         self.owner = owner
         self.hash = hash
@@ -37,6 +41,8 @@ class Block(Generic[P]):
         self.first_slot = first_slot
         self.payload_bytes = payload_bytes
         """Of the block as it is stored, encoded or not."""
+        self.checksums = checksums
+        """Of its pages."""
         self.used_s = used_s
 
     @property
@@ -64,9 +70,21 @@ class Owner(Generic[P]):
         self.stored_bytes = 0
 
 
-Order = Callable[[Sequence[Block[P]], float], Iterable[Block[P]]]
-"""Candidates (least recently used first, none of them hot) and the time now, to those that may leave, first to go first.
-One that is left out stays. It must not change them."""
+class Policy(Protocol):
+    """Who else may decide the order of eviction (``core.eviction``). A unit is one block: ``unit_of`` names it."""
+
+    def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float) -> None: ...
+
+    def touch(self, unit: bytes, now_s: float) -> bool:
+        """Of blocks used together, those that come first in the chain are touched first."""
+
+    def remove(self, unit: bytes) -> None: ...
+
+    def victims(self, bytes_min: int, now_s: float, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
+        """Units that go to make room, first to go first, none that ``keep`` names; it has forgotten them then."""
+
+    def idle(self, now_s: float, units_max: int = 1000, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
+        """Units that were idle for too long; it has forgotten them then."""
 
 
 def pages_of(payload_bytes: int) -> int:
@@ -74,9 +92,9 @@ def pages_of(payload_bytes: int) -> int:
     return max(1, -(-payload_bytes // PAGE_BYTES))
 
 
-def least_recent_first(candidates: Sequence[Block[P]], now_s: float) -> Iterable[Block[P]]:
-    """The order of LRU."""
-    return candidates
+def unit_of(identity: KvIdentity, hash: bytes) -> bytes:
+    """The name of a block in a ``Policy``: 32 bytes, or none for no block."""
+    return identity.key + hash if hash else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +112,10 @@ class Shelf(Generic[P]):
     left of it is still a prefix.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, policy: Policy | None = None) -> None:
+        """Without a ``policy``, the least recently used goes first."""
         self.rules = rules
+        self._policy = policy
         self._owners: dict[bytes, Owner[P]] = {}
         self._recency: OrderedDict[Block[P], None] = OrderedDict()
         self.stored_bytes = 0
@@ -129,7 +149,7 @@ class Shelf(Generic[P]):
         return found
 
     def chain(self, identity: KvIdentity, head: bytes) -> list[bytes]:
-        """From the earliest ancestor of ``head`` that is here without a gap, to ``head``; empty where ``head`` is not here."""
+        """From the earliest ancestor of ``head`` that is here without a gap, to ``head``; empty without ``head``."""
         owner = self._owners.get(identity.key)
         hashes: list[bytes] = []
         if owner is None:
@@ -144,7 +164,15 @@ class Shelf(Generic[P]):
         return hashes
 
     def add(
-        self, identity: KvIdentity, hash: bytes, parent: bytes, place: P, first_slot: int, payload_bytes: int, used_s: float
+        self,
+        identity: KvIdentity,
+        hash: bytes,
+        parent: bytes,
+        place: P,
+        first_slot: int,
+        payload_bytes: int,
+        checksums: bytes,
+        used_s: float,
     ) -> Block[P]:
         """As the most recently used. The hash is not here yet."""
         key = identity.key
@@ -154,11 +182,14 @@ class Shelf(Generic[P]):
         assert hash not in owner.blocks
         before = owner.blocks.get(parent)
         # The parent's own object, so that a hash is in memory once.
-        block = Block(owner, hash, before.hash if before else parent, place, first_slot, payload_bytes, used_s)
+        parent = before.hash if before else parent
+        block = Block(owner, hash, parent, place, first_slot, payload_bytes, checksums, used_s)
         owner.blocks[hash] = block
         self._recency[block] = None
         owner.stored_bytes += block.stored_bytes
         self.stored_bytes += block.stored_bytes
+        if self._policy:
+            self._policy.add(unit_of(identity, hash), unit_of(identity, parent), block.stored_bytes, used_s)
         return block
 
     def use(self, blocks: Sequence[Block[P]], now_s: float) -> None:
@@ -167,6 +198,10 @@ class Shelf(Generic[P]):
             if self.holds(block):
                 block.used_s = max(block.used_s, now_s)
                 self._recency.move_to_end(block)
+        if self._policy:
+            for block in blocks:
+                if self.holds(block):
+                    self._policy.touch(unit_of(block.identity, block.hash), now_s)
 
     def holds(self, block: Block[P]) -> bool:
         """Whether exactly this one is still here."""
@@ -178,6 +213,8 @@ class Shelf(Generic[P]):
             return False
         del self._recency[block]
         owner = block.owner
+        if self._policy:
+            self._policy.remove(unit_of(owner.identity, block.hash))
         del owner.blocks[block.hash]
         owner.stored_bytes -= block.stored_bytes
         self.stored_bytes -= block.stored_bytes
@@ -188,21 +225,54 @@ class Shelf(Generic[P]):
     def is_hot(self, block: Block[P], now_s: float) -> bool:
         return now_s - block.used_s < self.rules.hot_s
 
-    def victims(self, now_s: float, order: Order[P]) -> Iterator[Block[P]]:
-        """Who goes to make room, first to go first; at most ``CANDIDATES_MAX``, so that the cost has a bound. None is hot."""
-        candidates = [block for block in itertools.islice(self._recency, CANDIDATES_MAX) if not self.is_hot(block, now_s)]
-        for block in order(candidates, now_s):
-            if self.holds(block) and not self.is_hot(block, now_s):
-                yield block
+    def victims(self, bytes_min: int, now_s: float) -> list[Block[P]]:
+        """Who goes to make room of at least so much, first to go first, none of them hot; fewer where there are no more.
 
-    def idle(self, now_s: float, blocks_max: int) -> list[Block[P]]:
-        """Blocks that nobody used for ``idle_s_max``, longest first, at most ``blocks_max``."""
+        Their cost is that of those found. They are still here: who is not removed must be told by ``keep``.
+        """
         found: list[Block[P]] = []
-        for block in itertools.islice(self._recency, blocks_max):
-            if now_s - block.used_s <= self.rules.idle_s_max:
+        room = 0
+        for block in self._going(bytes_min, now_s):
+            if room >= bytes_min or self.is_hot(block, now_s):
                 break
             found.append(block)
+            room += block.stored_bytes
         return found
+
+    def _going(self, bytes_min: int, now_s: float) -> Iterable[Block[P]]:
+        if self._policy is None:
+            return self._recency
+        found = (
+            self._by_unit(unit) for unit in self._policy.victims(bytes_min, now_s, lambda unit: self._stays(unit, now_s))
+        )
+        return [block for block in found if block]
+
+    def keep(self, blocks: Sequence[Block[P]]) -> None:
+        """These ``victims`` stay after all."""
+        if self._policy:
+            for block in blocks:
+                unit, parent = unit_of(block.identity, block.hash), unit_of(block.identity, block.parent)
+                self._policy.add(unit, parent, block.stored_bytes, block.used_s)
+
+    def idle(self, now_s: float, blocks_max: int) -> list[Block[P]]:
+        """Blocks that nobody used for ``idle_s_max``, at most ``blocks_max``. To be removed, as ``victims``."""
+        if self._policy:
+            found = (self._by_unit(unit) for unit in self._policy.idle(now_s, blocks_max))
+            return [block for block in found if block]
+        idle: list[Block[P]] = []
+        for block in self._recency:
+            if now_s - block.used_s <= self.rules.idle_s_max or len(idle) >= blocks_max:
+                break
+            idle.append(block)
+        return idle
+
+    def _by_unit(self, unit: bytes) -> Block[P] | None:
+        owner = self._owners.get(unit[:16])
+        return owner.blocks.get(unit[16:]) if owner else None
+
+    def _stays(self, unit: bytes, now_s: float) -> bool:
+        block = self._by_unit(unit)
+        return block is None or self.is_hot(block, now_s)
 
     def share(self, model: str, ratio: float) -> list[Block[P]]:
         """The least recently used blocks of one model (``KvSignature.model``) that make up ``ratio`` of its bytes.
