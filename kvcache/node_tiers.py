@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from kvcache import codecs
 from kvcache.core.holdings import Held, Holdings
@@ -105,6 +105,7 @@ class Tiers:
         self._promoting: dict[bytes, asyncio.Event] = {}
         self._room = asyncio.Lock()
         self._demoting = asyncio.Lock()
+        self._apart: set[asyncio.Task[Any]] = set()
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-write")
 
@@ -146,7 +147,7 @@ class Tiers:
                 busy = self._promoting.get(prefix + hashes[at])
                 if busy is not None:
                     await busy.wait()
-                elif not await self._promote(identity, hashes[at:]):
+                elif not await self._whole(self._promote(identity, hashes[at:])):
                     break
         except BaseException:
             self.release(found)
@@ -173,6 +174,21 @@ class Tiers:
             self.holdings.used(prefix + hash, now_s, replica)
         if self.store is not None:
             self.store.touch(identity, hashes, time.time())
+
+    async def stored(self, identity: KvIdentity, hash: bytes) -> tuple[memoryview, str] | None:
+        """A block's payload as it lies on disk, verified, and its codec; None where it is not there (any more)."""
+        if self.store is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._stored, identity, hash)
+
+    def _stored(self, identity: KvIdentity, hash: bytes) -> tuple[memoryview, str] | None:
+        assert self.store is not None
+        forms = self.store.forms(identity, [hash])
+        if not forms:
+            return None
+        scratch = memoryview(mmap.mmap(-1, forms[0].pages * PAGE_BYTES))
+        read = self.store.get(identity, [hash], [[scratch]], time.time())
+        return (scratch[: read[0].payload_bytes], read[0].codec) if read else None
 
     # ---- coming
 
@@ -217,6 +233,9 @@ class Tiers:
 
     async def make_room(self, wanted_bytes: int) -> bool:
         """Lets blocks leave memory until so many bytes are free; what is dirty is written first where the disk takes it."""
+        return await self._whole(self._make_room(wanted_bytes))
+
+    async def _make_room(self, wanted_bytes: int) -> bool:
         async with self._room:
             if self.host.bytes_free >= wanted_bytes:
                 return True
@@ -267,7 +286,10 @@ class Tiers:
         return self.dirty_bytes
 
     async def evict(self, model: str, ratio: float) -> tuple[int, int, int]:
-        """Drops this share of a model's blocks from both tiers; bytes in memory, bytes on disk (raw), blocks."""
+        """Drops this share of a model's blocks from both tiers; bytes in memory, bytes on disk, blocks."""
+        return await self._whole(self._evict(model, ratio))
+
+    async def _evict(self, model: str, ratio: float) -> tuple[int, int, int]:
         host_bytes = disk_bytes = 0
         leaving = self.holdings.coldest(model, ratio)
         by_identity: dict[bytes, list[Held]] = {}
@@ -289,6 +311,9 @@ class Tiers:
 
     async def corrupt(self, identity: KvIdentity, hash: bytes) -> None:
         """A block was not what it had been: it leaves both tiers and is computed again."""
+        await self._whole(self._corrupt(identity, hash))
+
+    async def _corrupt(self, identity: KvIdentity, hash: bytes) -> None:
         self.counts.corrupt += 1
         key = identity.key + hash
         block = self.host.find(key)
@@ -308,6 +333,8 @@ class Tiers:
 
     async def close(self) -> None:
         """Ends the threads and closes the store."""
+        if self._apart:
+            await asyncio.wait(set(self._apart))
         if self.store is not None:
             await self._write(self.store.close)
         self._readers.shutdown(wait=True)
@@ -325,6 +352,13 @@ class Tiers:
         self.host.remove(block.key)
         self._dirty.pop(block.key, None)
         self.holdings.left(block.key, KvTier.HOST)
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """Work that goes on to its end even when nobody waits for it any more: threads have pages in their hands."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._apart.add(task)
+        task.add_done_callback(self._apart.discard)
+        return await asyncio.shield(task)
 
     async def _write(self, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, call, *arguments)
@@ -377,13 +411,12 @@ class Tiers:
             whole = [form.codec == "none" and form.payload_bytes == identity.signature.block_bytes for form in got]
             return [checksums_of(block) for block, fits in zip(rooms, whole, strict=False) if fits] if all(whole) else []
         sums: list[bytes] = []
-        for block, form in zip(rooms, forms, strict=False):
-            scratch = memoryview(mmap.mmap(-1, form.pages * PAGE_BYTES))
-            read = self.store.get(identity, [block.hash], [[scratch]], time.time())
-            if not read:
+        for block in rooms:
+            stored = self._stored(identity, block.hash)
+            if stored is None:
                 break
             try:
-                decode_into(block, scratch[: read[0].payload_bytes], read[0].codec)
+                decode_into(block, *stored)
             except codecs.CodecError:
                 break
             sums.append(checksums_of(block))
@@ -398,10 +431,12 @@ class Tiers:
             while waiting and self.now_s() >= self._disk_rests_until_s:
                 batch = _one_batch(waiting)
                 waiting = [block for block in waiting if block not in batch and not block.on_disk and not block.gone]
-                await self._demote_batch([block for block in batch if not block.gone])
+                await self._whole(self._demote_batch([block for block in batch if not block.gone]))
 
     async def _demote_batch(self, batch: Sequence[HostBlock]) -> None:
         assert self.store is not None
+        if not batch:
+            return
         identity = batch[0].identity
         codec = self.codec_of.get(identity.signature.model, "none")
         for block in batch:

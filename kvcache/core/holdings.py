@@ -202,7 +202,7 @@ class Holdings:
         ]
 
     def told(self, cursor: bytes, spans_max: int) -> tuple[list[SpanNews], bytes]:
-        """What the index was told and still holds: one page after ``cursor``, and the cursor of the next, empty at the end."""
+        """What the index was told and still holds: a page after ``cursor``, and the cursor of the next, empty at the end."""
         if self._sorted is None:
             self._sorted = sorted(self._told)
         keys = self._sorted
