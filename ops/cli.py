@@ -12,6 +12,7 @@ from ops.calibrate_cli import calibrate
 from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
 from ops.event_cli import event
 from ops.evidence_cli import bench, prove, replay_scheduler
+from ops.kv_cli import evict_kv, kv_options, migrate_kv, worker_flags
 from ops.people_cli import drain, explain, lock, mode, unlock
 from ops.simulate_cli import simulate
 
@@ -80,6 +81,7 @@ _policy = click.option(
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--gateway-processes", default=1, show_default=True, help="Processes of the gateway, for more cores.")
 @click.option("--no-worker", is_flag=True, help="Start no worker agent here.")
+@kv_options
 @_policy
 @click.option(
     "--record-scheduler", "record", type=_RECORDING, help="Record what the scheduler hears and orders, for a replay."
@@ -101,6 +103,7 @@ def up(
     policy: str | None,
     record: Path | None,
     pool_name: str,
+    **kv: Any,
 ) -> None:
     """Run a whole pool on this machine until Ctrl-C.
 
@@ -132,6 +135,7 @@ def up(
                     *(("--record", str(record.absolute())) if record else ()),
                 ),
                 worker=not no_worker,
+                worker_flags=worker_flags(kv),
             )
         )
     )
@@ -251,6 +255,14 @@ def scheduler(
     help="Whether engines on one device step in turns, the most urgent first. Default: on GPUs.",
 )
 @click.option("--id", "name", default="", help="Name of this worker on the bus. Default: the host's name.")
+@kv_options
+@click.option(
+    "--redis",
+    "redis_url",
+    envvar="CARPOOL_REDIS",
+    default="",
+    help="Redis or Valkey that workers share the hotness of KV in. Default: $CARPOOL_REDIS, else each has its own.",
+)
 @_shards
 @_state
 @nats_option
@@ -259,14 +271,17 @@ def worker(
     threads: int,
     step_turns: bool | None,
     name: str,
+    redis_url: str,
     shards: int,
     state_dir: Path | None,
     nats_url: str,
+    **kv: Any,
 ) -> None:
     """Run one worker agent: it starts and ends the replicas on this machine's devices.
 
     \b
     carpool worker --nats nats://10.0.0.5:4222 --device cpu:8GiB
+    carpool worker --nats nats://10.0.0.5:4222 --kv-dir /nvme/kv --kv-disk 200GiB --kv-data-host 10.0.0.7
     """
     from ops import parts
 
@@ -281,6 +296,8 @@ def worker(
                 threads=threads,
                 shards=shards,
                 step_turns=step_turns,
+                kv=kv,
+                redis_url=redis_url,
             )
         )
     )
@@ -307,13 +324,14 @@ def apply(files: tuple[Path, ...], dry_run: bool, nats_url: str, pool_name: str)
     run(apply_records(records_of(files), nats_url=url))
 
 
-@main.command(short_help="Show models, replicas, devices, queues, locks or the timeline.")
-@click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline", "locks"]))
+@main.command(short_help="Show models, replicas, devices, queues, KV tiers, locks or the timeline.")
+@click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline", "locks", "kv"]))
 @json_option
 @nats_option
 @pool_name_option
 def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
-    """Show models, replicas, devices, queues, people's locks, or the timeline of placement actions.
+    """Show models, replicas, devices, queues, people's locks, the timeline of placement actions, or what each worker keeps
+    of models' KV in host memory and on disk.
 
     \b
     carpool get models
@@ -411,7 +429,7 @@ def demo(keep: bool, as_json: bool) -> None:
 
 main.add_command(simulate)
 main.add_command(calibrate)
-for command in (prove, replay_scheduler, bench, explain, lock, unlock, drain, mode, event):
+for command in (prove, replay_scheduler, bench, explain, lock, unlock, drain, mode, event, evict_kv, migrate_kv):
     main.add_command(command)
 
 

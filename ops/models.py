@@ -84,6 +84,8 @@ async def show(what: str, *, as_json: bool, nats_url: str) -> None:
         return
     if what == "timeline":
         rows = [_told(row) for row in rows]
+    if what == "kv":
+        rows = [{**row, "models": [_kept(one) for one in row["models"]]} for row in rows]
     if what == "locks":
         rows = [{**row, "since": _clock(row["since_unix_s"], "%Y-%m-%d %H:%M"), "since_unix_s": None} for row in rows]
     print_table(rows)
@@ -100,6 +102,11 @@ def _told(entry: dict[str, Any]) -> dict[str, Any]:
         "outcome": entry["outcome"],
         "reason": entry["reason"],
     }
+
+
+def _kept(held: dict[str, Any]) -> str:
+    """What a tier has of one model."""
+    return f"{held['model']} {held['blocks']} ({size(held['bytes'])})"
 
 
 def _clock(unix_s: float, form: str = "%H:%M:%S") -> str:

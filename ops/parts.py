@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ops import logs
 from ops.joined import check_nats
@@ -75,18 +76,23 @@ async def worker(
     threads: int,
     shards: int,
     step_turns: bool | None = None,
+    kv: Mapping[str, Any],
+    redis_url: str = "",
 ) -> int:
-    """Runs an agent and its replicas until SIGTERM."""
+    """Runs an agent, its replicas and its KV node until SIGTERM. ``kv`` is by the names of ``kv_cli.KV_FLAGS``."""
     from workers.agent import AgentConfig, default_name, run_agent
     from workers.devices import parse_devices
+    from workers.kv_config import kv_config
 
     logs.configure("worker")
     await check_nats(",".join(nats_urls), must_answer=False)
+    name = name or default_name()
     config = AgentConfig(
-        name=name or default_name(),
+        name=name,
         nats_urls=tuple(nats_urls),
         state_dir=state_dir / "worker",
         devices=parse_devices(devices),
+        kv=kv_config(kv, directory=state_dir / "worker" / "kv" / name, redis_url=redis_url),
         threads=threads,
         queue_shards=shards,
         step_turns=step_turns,

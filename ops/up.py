@@ -29,6 +29,7 @@ async def run_up(
     gateway_flags: tuple[str, ...],
     scheduler_flags: tuple[str, ...],
     worker: bool,
+    worker_flags: tuple[str, ...] = (),
 ) -> int:
     """Starts the set, prints its endpoints, applies ``records`` and waits for a signal. Returns the exit code."""
     options = PoolOptions(
@@ -43,6 +44,7 @@ async def run_up(
         gateway_flags=gateway_flags,
         scheduler_flags=scheduler_flags,
         worker=worker,
+        worker_flags=worker_flags,
     )
     end_start_on_signal()
     print("carpool: starting", flush=True)

@@ -588,7 +588,7 @@ class KvReport(msgspec.Struct, frozen=True, kw_only=True):
     write_bytes_left: int | None = None
     """What may still be written to disk today; None: no bound."""
     redis: str = ""
-    """``ok``, ``away``, or empty: there is none."""
+    """``up``, ``down``, or empty: there is none."""
     address: str = ""
     """Where other nodes fetch from."""
 

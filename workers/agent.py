@@ -36,6 +36,8 @@ from subjects.messages import (
     CommandReply,
     DeviceKind,
     EngineType,
+    EvictKv,
+    MigrateKv,
     OperationEnded,
     OperationProgressed,
     ReplicaDied,
@@ -60,6 +62,7 @@ from workers.core.agent_events import (
     ExitAgent,
     KillReplica,
     KvAnswered,
+    KvReported,
     MemorySampled,
     ProcessExited,
     PublishEvent,
@@ -73,6 +76,8 @@ from workers.core.agent_events import (
     Ticked,
 )
 from workers.devices import gpu_used_bytes
+from workers.kv_config import KvConfig
+from workers.kv_keeper import KvKeeper
 from workers.processes import (
     Forwarder,
     Reaper,
@@ -121,6 +126,8 @@ class AgentConfig:
     step_turns: bool | None = None
     """Whether vLLM engines on one device step in turns (``workers.turns``). None: on GPUs; replicas on a CPU have cores of
     their own to run on at the same time."""
+    kv: KvConfig | None = None
+    """What the KV node may use; None: there is none, and KV stays in the engines."""
     drain_s: float = 20.0
     """How long the end of the agent waits for running requests."""
 
@@ -242,7 +249,15 @@ class Agent:
         self._bus = bus
         self._state = state
         engines = config.engines or installed_engines()
-        self._core = AgentCore(AgentSettings(worker=worker, host=platform.node(), devices=config.devices, engines=engines))
+        self._core = AgentCore(
+            AgentSettings(
+                worker=worker,
+                host=platform.node(),
+                devices=config.devices,
+                engines=engines,
+                kv=config.kv is not None,
+            )
+        )
         self._kinds = {device.device: device.kind for device in config.devices}
         self._forks = EngineType.VLLM in engines and DeviceKind.CPU in self._kinds.values()
         self._template = _TemplateKeeper(lambda pid: state.record(ReplicaId(f"template-{worker}"), pid))
@@ -250,6 +265,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._children: dict[ReplicaId, _Child] = {}
         self._forwarder = Forwarder()
+        self._kv = self._kv_keeper(config.kv) if config.kv is not None else None
         self._reaper = Reaper()
         self._tasks = Tasks(self._task_failed)
         self._timer: asyncio.TimerHandle | None = None
@@ -273,6 +289,8 @@ class Agent:
         self._tasks.spawn(self._beat(), self._send_outbox(), self._sample())
         if self._forks:
             self._tasks.spawn(self._warm_template())
+        if self._kv is not None:
+            self._tasks.spawn(self._kv.run())
         self._feed(Ticked())
         log.info("worker", worker=self._worker, devices=[device.device for device in self._config.devices])
         try:
@@ -287,6 +305,8 @@ class Agent:
             # On the clean path no replica is left; after an error here none may outlive its agent.
             for child in self._children.values():
                 signal_group(child.pid, signal.SIGKILL)
+            if self._kv is not None:
+                await self._kv.stop()  # Last of those that matter: what replicas computed is written down now.
             await self._template.stop()
             self._state.forget(ReplicaId(f"template-{self._worker}"))
 
@@ -325,7 +345,7 @@ class Agent:
                     log.info("killing", replica=replica, signal=number)
                     signal_group(child.pid, number)
             case AskKv(asked):
-                self._loop.call_soon(self._feed, KvAnswered(asked.operation, failure="this worker has no KV node"))
+                self._tasks.spawn(self._ask_kv(asked))
             case ReplyCommand(token, reply):
                 if token:
                     self._put(token, encode(reply))
@@ -412,6 +432,22 @@ class Agent:
             wanted = self._kinds[device] is not DeviceKind.CPU
         return str(self._config.state_dir / "turns") if wanted else ""
 
+    def _kv_keeper(self, config: KvConfig) -> KvKeeper:
+        return KvKeeper(
+            config,
+            worker=self._worker,
+            nats_urls=self._config.nats_urls,
+            state=self._state,
+            state_dir=self._config.state_dir,
+            forward=self._forwarder.forward,
+            report=lambda report: self._feed(KvReported(report)),
+        )
+
+    async def _ask_kv(self, command: EvictKv | MigrateKv) -> None:
+        assert self._kv is not None, "the core refuses what nobody could do"
+        failure, detail = await self._kv.carry_out(command)
+        self._feed(KvAnswered(command.operation, failure=failure, detail=detail))
+
     async def _start_replica(self, command: SpawnReplica) -> None:
         replica, record = command.replica, command.record
         spec = ReplicaSpec(
@@ -424,6 +460,7 @@ class Agent:
             queue_shards=self._config.queue_shards,
             threads=self._threads,
             turns_directory=self._turns_directory(command.device),
+            kv_socket=self._kv.socket_path if self._kv is not None and record.kv_reuse else "",
         )
         ours, theirs = control_pair()
         stderr = StderrTail(self._loop, self._forwarder.forward)
@@ -496,7 +533,10 @@ class Agent:
             pids = [(replica, child.pid) for replica, child in self._children.items()]
             replicas, devices = await asyncio.to_thread(_sample_memory, pids, self._config.devices)
             self._feed(MemorySampled(replicas=replicas, devices=devices))
-            self._reaper.reap(child.pid for child in self._children.values())
+            owned = [child.pid for child in self._children.values()]
+            if self._kv is not None and self._kv.pid is not None:
+                owned.append(self._kv.pid)
+            self._reaper.reap(owned)
             if self._forks and self._template.died and not self._ended.done():
                 log.warning("the template died; no replica is hurt, and it is started again")
                 self._tasks.spawn(self._warm_template())

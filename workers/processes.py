@@ -94,18 +94,21 @@ def exec_replica(control_fd: int, stderr_fd: int) -> subprocess.Popen[bytes]:
     Raises:
         OSError: the process could not be made.
     """
-    # The replica runs the code that this agent runs, wherever it is started and whatever lies in that directory.
-    ours = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
         [sys.executable, "-P", "-m", "workers.replica", "--control-fd", str(control_fd)],
-        env={**os.environ, "PYTHONPATH": path},
+        env=our_environment(),
         stdin=subprocess.DEVNULL,
         stdout=stderr_fd,
         stderr=stderr_fd,
         pass_fds=(control_fd,),
         start_new_session=True,
     )
+
+
+def our_environment() -> dict[str, str]:
+    """For a child that runs the code that this process runs, wherever it is started and whatever lies in that directory."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 class Forwarder:
