@@ -39,7 +39,7 @@ class LinkSettings:
     connect_timeout_s: float = 0.5
     read_timeout_s: float = 0.25
     """After this a question's connection is given up; its caller went on long before."""
-    write_timeout_s: float = 2.0
+    write_timeout_s: float = 1.0
     """For one batch."""
     reads_max: int = 8
     """Questions at a time; another one is answered with nothing at once."""
@@ -152,7 +152,8 @@ class RedisLink:
     def refused(self, refusal: Refusal, error: Exception) -> None:
         """Counts a failure, and gives the server a rest when it was not there too often."""
         self.refusals[refusal.value] += 1
-        self.last_error = place_of(error) if refusal is Refusal.BUG else type(error).__name__
+        if refusal is not Refusal.SCRIPT:  # Any server lacks them at first.
+            self.last_error = place_of(error) if refusal is Refusal.BUG else type(error).__name__
         if refusal is Refusal.AWAY:
             self.breaker.failed(time.monotonic())
 

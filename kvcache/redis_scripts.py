@@ -65,6 +65,10 @@ local node, mark, model, noted, dropped, ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARG
 local members_max, total_max, models_max = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local hotness_prefix, spans_prefix = ARGV[10], ARGV[11]
 if redis.call('HGET', nodes_key, node) ~= mark then return {0, 1, 0, 0, 0} end
+local time = redis.call('TIME')
+local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+-- A server without memory refuses the first write of a script only, and any write is one; so this one comes first.
+if #noted > 0 then redis.call('ZADD', models_key, string.format('%.3f', now), model) end
 local mended = 0
 local function is_there(key, kind)
   local found = redis.call('TYPE', key).ok
@@ -78,8 +82,6 @@ end
 local fresh = 1
 local hotness_there = is_there(hotness, 'zset')
 if is_there(spans, 'hash') and redis.call('HGET', spans, '') == mark and hotness_there then fresh = 0 end
-local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
 local nodes = redis.call('HKEYS', nodes_key)
 mended = mended + redis.call('ZREMRANGEBYSCORE', hotness, string.format('(%.6f', now + 60), '+inf')
 local scores, entries, at = {}, {'', mark}, 1
@@ -95,7 +97,6 @@ end
 if #scores > 0 then
   redis.call('ZADD', hotness, 'GT', unpack(scores))
   redis.call('HSET', spans, unpack(entries))
-  redis.call('ZADD', models_key, string.format('%.3f', now), model)
 end
 if #dropped > 0 then
   local gone = {}
