@@ -291,7 +291,8 @@ class DeviceBlocks:
             rows.copy_(gathered, non_blocking=True)
             done.record(self._saves)
         # The allocator must not give the buffer to the engine's stream while ours still reads it.
-        gathered.record_stream(self._saves)
+        if gathered.is_cuda:
+            gathered.record_stream(self._saves)
         return _Event(done)
 
     def mark(self) -> object:
