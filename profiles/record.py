@@ -62,7 +62,11 @@ def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
     hashing.verify(directory, record.weights_hash, trust_cache=trust_cache)
     try:
         found = _files_hash(
-            directory, record.weights_hash, record.dtype, record.engine_options, _kind(record.task, _rank_of(record))
+            directory,
+            record.weights_hash,
+            record.dtype,
+            record.engine_options,
+            _kind(record.task, _rank_of(record), record.kv_codec if record.kv_reuse else ""),
         )
     except ConfigError as error:
         raise EngineError(str(error)) from None
@@ -125,7 +129,7 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     slot_bytes = adapters.adapter_bytes(tensors, rank, dtype)
     return _record(
         service,
-        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, _kind(spec.task, rank)),
+        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, _kind(spec.task, rank, _codec_of(service))),
         weights_hash=weights_hash,
         kv_signature=capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size),
         source=str(directory),
@@ -291,17 +295,31 @@ def _record(
         adapters=adapters_of,
         adapters_max=adapters.adapters_max(service),
         adapters_rank_max=spec.adapters_rank_max if adapters.adapters_max(service) else 0,
+        kv_reuse=spec.kv.reuse,
+        kv_codec=spec.kv.codec,
     )
 
 
-def _kind(task: Task, adapters_rank: int = 0) -> dict[str, str | int]:
+LOSSY_CODECS = ("fp8", "int4")
+"""KV comes back from disk otherwise than it was computed."""
+
+
+def _kind(task: Task, adapters_rank: int = 0, kv_codec: str = "") -> dict[str, str | int]:
     """What a model hash has of it: nothing for models that generate without adapters, whose hashes are older.
 
     Which adapters there are is no part of it, so that they may come and go while replicas run. Whether there may be any is,
-    and their rank: an engine is built for that, so its replicas are others.
+    and their rank: an engine is built for that, so its replicas are others. A lossy codec of KV is too, since texts may
+    differ by it; whether KV is reused, and codecs that give back what they got, are not.
     """
     kind: dict[str, str | int] = {} if task is Task.GENERATE else {"task": task.value}
-    return kind | {"adapters_rank_max": adapters_rank} if adapters_rank else kind
+    if adapters_rank:
+        kind["adapters_rank_max"] = adapters_rank
+    return kind | {"kv_codec": kv_codec} if kv_codec in LOSSY_CODECS else kind
+
+
+def _codec_of(service: ModelService) -> str:
+    """The codec that its KV goes through; none where nothing is kept."""
+    return service.spec.kv.codec if service.spec.kv.reuse else ""
 
 
 def _rank_of(record: ModelRecord) -> int:

@@ -36,6 +36,8 @@ RESERVED_NAMES = frozenset({"auto"})
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
+KvCodec = Literal["none", "lossless", "fp8", "int4"]
+"""As ``kvcache.codecs`` has them."""
 AdapterRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The bounds that vLLM knows."""
 
@@ -153,6 +155,18 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     aliases: Annotated[tuple[Alias, ...], msgspec.Meta(max_length=32)] = ()
 
 
+class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of computed KV when its engine drops it, goes, or runs elsewhere too.
+
+    ``reuse``: it is kept in its worker's host memory and on its disk, and other workers may fetch it. ``codec`` is how it is
+    written to disk: ``none`` and ``lossless`` give the same bytes back; ``fp8`` and ``int4`` are smaller and may change a
+    text whose beginning comes from disk, so they make the model another one.
+    """
+
+    reuse: bool = True
+    codec: KvCodec = "none"
+
+
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``source`` is a directory (relative to this file), ``builtin:<model>``, or the base URL of a server.
 
@@ -173,6 +187,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sla: SlaSpec = SlaSpec()
     resources: Resources = Resources()
     strategy: Strategy = Strategy()
+    kv: KvSpec = KvSpec()
     engine: EngineSpec = EngineSpec()
 
 
@@ -404,6 +419,8 @@ def _checked(service: ModelService, at: str) -> ModelService:
             raise wrong("spec.source", "holds a user or password; put the key into a variable named in options.api_key_env")
         if spec.resources.gpus > 1:
             raise wrong("spec.resources.gpus", "is not for openai_http, whose server has its own devices; remove the field")
+        if spec.kv != KvSpec():
+            raise wrong("spec.kv", "is not for openai_http, whose server keeps its own KV; remove the field")
         if engine.max_context_len is None:
             raise wrong(
                 "spec.engine.max_context_len", "is needed for openai_http; write the longest context the server takes"
@@ -452,6 +469,7 @@ _ALLOWED: dict[str, str] = {
     "task": ", ".join(item.value for item in Task),
     "engine.dtype": ", ".join(get_args(LoadDtype)),
     "supported_dtypes": ", ".join(get_args(Dtype)),
+    "kv.codec": ", ".join(get_args(KvCodec)),
     "adapters_rank_max": ", ".join(str(rank) for rank in get_args(AdapterRank)),
 }
 

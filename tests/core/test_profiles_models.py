@@ -420,6 +420,22 @@ def test_hashes_tell_variants_apart(tmp_path: Path) -> None:
     assert turned.kv_signature != defaults.kv_signature == base.kv_signature
 
 
+def test_only_a_lossy_codec_of_kv_makes_another_model(tmp_path: Path) -> None:
+    """Text that may differ is behaviour; that KV is kept, or how it is packed without a loss, is not (PRO-3, KVC-5)."""
+    make_tiny("a", tmp_path / "m", seed=1)
+
+    def made(**kv: Any) -> ModelRecord:
+        return record_of({"source": "m", "kv": kv}, tmp_path)
+
+    base = record_of({"source": "m"}, tmp_path)
+    assert (base.kv_reuse, base.kv_codec) == (True, "none")
+    same = [made(reuse=False), made(codec="lossless"), made(reuse=False, codec="fp8")]
+    assert {record.model_hash for record in same} == {base.model_hash}
+    assert len({record.model_hash for record in (base, made(codec="fp8"), made(codec="int4"))}) == 3
+    assert made(codec="int4").kv_signature == base.kv_signature
+    verify_record(made(codec="fp8"))
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_record_is_verified_with_all_its_files(tmp_path: Path, file: str) -> None:
     """Each file that decides what the model answers is checked at load, and the error says what to do (PRO-3)."""

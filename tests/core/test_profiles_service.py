@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from profiles.service import Spec, json_schema, load_services, parse_services
+from kvcache.codecs import CODECS
+from profiles.service import KvCodec, Spec, json_schema, load_services, parse_services
 from profiles.sizes import parse_size
 from subjects.errors import ConfigError
 from subjects.messages import EngineType, Mode, SlaClass
@@ -26,6 +27,17 @@ def _spec(text: str) -> str:
 
 # Each row: a name, the file's text, and the parts that its one line must have: the place, what is wrong, the remedy.
 BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
+    ("kv codec", HEAD + "spec: {source: x, kv: {codec: zip}}\n", ("spec.kv.codec", "use one of: none, lossless, fp8, int4")),
+    (
+        "kv field",
+        HEAD + "spec: {source: x, kv: {codek: fp8}}\n",
+        ("spec.kv: unknown field 'codek'", "did you mean 'codec'?"),
+    ),
+    (
+        "kv of a server",
+        HEAD + "spec: {source: 'http://h/v1', kv: {reuse: false}, engine: {type: openai_http, max_context_len: 64}}\n",
+        ("spec.kv: is not for openai_http", "remove the field"),
+    ),
     ("empty file", "", ("no document found", "apiVersion: llm.serving/v1")),
     ("only comments", "# nothing\n---\n---\n", ("no document found",)),
     ("a list", "- 1\n", ("document 1: expected fields", "got a list")),
@@ -262,6 +274,7 @@ spec:
     pinned: true
     max_wait_s: 30
     queue_requests_max: 64
+  kv: {reuse: true, codec: lossless}
   engine:
     type: vllm
     max_num_seqs: 64
@@ -287,6 +300,7 @@ def test_every_field_is_read() -> None:
         Mode.ADVISE,
         "qwen-small",
     )
+    assert (spec.kv.reuse, spec.kv.codec) == (True, "lossless")
     assert spec.engine.options == {"quantization": "awq", "enforce_eager": True, "seed": 3, "swap_space": 0.5}
 
 
@@ -295,6 +309,7 @@ def test_defaults() -> None:
     spec = parse_services((HEAD + "spec: {source: x}\n").encode())[0].spec
     assert (spec.sla.ttft_p95_ms, spec.engine.gpu_memory_utilization, spec.engine.block_size) == (2000, 0.92, 32)
     assert (spec.engine.type, spec.strategy.mode) == (EngineType.VLLM, Mode.ACT)
+    assert (spec.kv.reuse, spec.kv.codec) == (True, "none")
 
 
 def test_a_chat_template_may_have_lines() -> None:
@@ -333,6 +348,11 @@ def test_what_is_no_size(text: str | int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- schema
+
+
+def test_the_codecs_of_the_file_are_those_of_the_tiers() -> None:
+    """What may be written is what can be decoded."""
+    assert get_args(KvCodec) == CODECS
 
 
 def _validator() -> Draft202012Validator:
