@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import InvalidResponse
 
 from kvcache import redis_scripts as scripts
 from kvcache.core.index_buffer import IndexBuffer, SpanAccess, SpanEntry, plausible_time, unpack_entry
@@ -164,9 +165,11 @@ class RedisIndex:
             return {}
         key, members = self._keys.hotness + model_hash, [span.hex() for span in wanted]
 
-        async def question(client: Redis) -> Sequence[Any]:
-            answer: Sequence[Any] = await client.zmscore(key, members)
-            return answer
+        async def question(client: Redis) -> Sequence[float | None]:
+            answer: Any = await client.zmscore(key, members)
+            if not isinstance(answer, list) or len(answer) != len(members):
+                raise InvalidResponse("not one score per member")
+            return [None if score is None else float(score) for score in answer]
 
         scores = await self._link.ask(question, self.settings.read_deadline_s if deadline_s is None else deadline_s)
         now_s = self._now_unix_s()
@@ -174,7 +177,7 @@ class RedisIndex:
         for span, score in zip(wanted, scores or (), strict=False):
             if score is None:
                 continue
-            at_s = float(score) - self._writer.ahead_s
+            at_s = score - self._writer.ahead_s
             if plausible_time(at_s, now_s):
                 found[span] = at_s
             else:
@@ -193,13 +196,18 @@ class RedisIndex:
             return {}
         arguments = [model_hash, self._keys.lease, self._keys.spans, *(span.hex() for span in wanted)]
 
-        async def question(client: Redis) -> list[Any]:
-            answer: list[Any] = await client.evalsha(scripts.sha_of(scripts.HOLDERS), 1, self._keys.nodes, *arguments)
-            return answer
+        async def question(client: Redis) -> list[tuple[bytes, list[bytes | None]]]:
+            answer: Any = await client.evalsha(scripts.sha_of(scripts.HOLDERS), 1, self._keys.nodes, *arguments)
+            if not isinstance(answer, list):
+                raise InvalidResponse("not a list")
+            pairs = list(zip(*[iter(answer)] * 2, strict=True))
+            if not all(isinstance(values, list) and len(values) == len(wanted) for _, values in pairs):
+                raise InvalidResponse("not one value per span")
+            return pairs
 
         answer = await self._link.ask(question, self.settings.read_deadline_s if deadline_s is None else deadline_s)
         found: dict[bytes, list[Holder]] = {}
-        for name, values in zip(*[iter(answer or ())] * 2, strict=False):
+        for name, values in answer or ():
             node = name.decode(errors="replace")
             for span, value in zip(wanted, values, strict=False):
                 entry = unpack_entry(value) if value is not None else None
