@@ -213,38 +213,51 @@ def pages_of(size: int) -> int:
 
 
 class LeastRecent:
-    """The plainest order: the longest untouched first, later blocks of a chain before earlier ones touched with them."""
+    """The plainest order, of a tier in memory or on disk: the longest untouched first."""
 
-    def __init__(self) -> None:
-        self._sizes: dict[bytes, int] = {}
+    def __init__(self, idle_s_max: float = 600.0) -> None:
+        self._idle_s_max = idle_s_max
+        self._units: dict[bytes, tuple[int, float]] = {}
 
     def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float, *, test: bool = False) -> None:
         """It came, as the youngest."""
-        self._sizes.pop(unit, None)
-        self._sizes[unit] = size_bytes
+        self._units.pop(unit, None)
+        self._units[unit] = (size_bytes, now_s)
 
     def touch(self, unit: bytes, now_s: float, *, test: bool = False) -> bool:
         """It is the youngest now."""
-        size = self._sizes.pop(unit, None)
-        if size is None:
+        found = self._units.pop(unit, None)
+        if found is None:
             return False
-        self._sizes[unit] = size
+        self._units[unit] = (found[0], now_s)
         return True
 
     def remove(self, unit: bytes) -> None:
         """It left."""
-        self._sizes.pop(unit, None)
+        self._units.pop(unit, None)
 
     def victims(self, bytes_min: int, now_s: float, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
         """The oldest of together so many bytes; they are taken out."""
         found: list[bytes] = []
         total = 0
-        for unit, size in self._sizes.items():
+        for unit, (size, _) in self._units.items():
             if total >= bytes_min:
                 break
             if keep is None or not keep(unit):
                 found.append(unit)
                 total += size
         for unit in found:
-            del self._sizes[unit]
+            del self._units[unit]
+        return found
+
+    def idle(self, now_s: float, units_max: int = 1000, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
+        """Those that were not touched for ``idle_s_max``; they are taken out."""
+        found: list[bytes] = []
+        for unit, (_, used_s) in self._units.items():
+            if now_s - used_s <= self._idle_s_max or len(found) >= units_max:
+                break
+            if keep is None or not keep(unit):
+                found.append(unit)
+        for unit in found:
+            del self._units[unit]
         return found

@@ -17,7 +17,9 @@ import msgspec
 import structlog
 
 from kvcache.node import Node
-from kvcache.node_settings import NodeSettings
+from kvcache.node_settings import NATS_VARIABLE, NodeSettings
+from kvcache.segments import StoreLocked
+from subjects.nats_bus import NatsBus
 
 EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
@@ -32,20 +34,29 @@ async def run(settings: NodeSettings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    node = Node(settings)
+    if settings.exit_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), _stdin_told, stop)
     try:
-        await node.open()
+        node = Node.with_disk(settings)
+    except StoreLocked as error:
+        log.error("the KV node cannot have its directory", error=str(error))
+        return EXIT_LOCKED
+    urls = os.environ.get(NATS_VARIABLE, "").split()
+    bus = await NatsBus.connect(urls, name=f"{settings.worker}-kv", wait=True) if urls else None
+    try:
+        await node.open(bus)
     except OSError as error:
         log.error("the KV node cannot listen", error=str(error))
         return EXIT_LISTEN
-    if settings.exit_with_stdin:
-        loop.add_reader(sys.stdin.fileno(), _stdin_told, stop)
-    sys.stdout.write(msgspec.json.encode({"node": node.name, "socket": settings.socket_path, "data": ""}).decode() + "\n")
+    ready = {"node": node.name, "socket": settings.socket_path, "data": node.exchange.server.address}
+    sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
     sys.stdout.flush()
     await stop.wait()
     if settings.exit_with_stdin:
         loop.remove_reader(sys.stdin.fileno())
     await node.close()
+    if bus is not None:
+        await bus.close()
     return 0
 
 

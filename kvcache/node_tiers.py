@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +20,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from kvcache import codecs
 from kvcache.core.holdings import Held, Holdings
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
+from kvcache.core.shelf import Policy
 from kvcache.host_tier import HostBlock, HostTier, pages_of
 from kvcache.node_messages import checksums
 from kvcache.node_settings import NodeSettings
@@ -37,6 +39,46 @@ FREE_SHARE = 0.03
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+
+class DiskOrder:
+    """The store's policy, heard: who left the disk by itself is known here, so that no index goes on naming it.
+
+    The store calls it under its own lock, from any thread.
+    """
+
+    def __init__(self, order: Policy) -> None:
+        self._order = order
+        self._gone: deque[bytes] = deque()
+
+    def take_gone(self) -> list[bytes]:
+        """Blocks that left since the last call; some may have come again."""
+        gone: list[bytes] = []
+        with suppress(IndexError):
+            while True:
+                gone.append(self._gone.popleft())
+        return gone
+
+    def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float) -> None:
+        """See :class:`kvcache.core.shelf.Policy`, here and below."""
+        self._order.add(unit, parent, size_bytes, now_s)
+
+    def touch(self, unit: bytes, now_s: float) -> bool:
+        """It was used."""
+        return self._order.touch(unit, now_s)
+
+    def remove(self, unit: bytes) -> None:
+        """It left."""
+        self._gone.append(unit)
+        self._order.remove(unit)
+
+    def victims(self, bytes_min: int, now_s: float, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
+        """Who makes room."""
+        return self._order.victims(bytes_min, now_s, keep)
+
+    def idle(self, now_s: float, units_max: int = 1000, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
+        """Who was idle for too long."""
+        return self._order.idle(now_s, units_max, keep)
 
 
 class Keeper(Protocol):
@@ -85,17 +127,20 @@ class Tiers:
         host: HostTier,
         store: KvStore | None,
         *,
+        disk_order: DiskOrder | None = None,
         keeper: Keeper | None = None,
         on_disk_refused: Callable[[Refusal], None] = lambda refusal: None,
         on_read: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
         self.host = host
         self.store = store
+        self._disk_order = disk_order
         self.holdings = Holdings()
         self.counts = TierCounts()
         self.codec_of: dict[str, str] = {}
         """By ``KvSignature.model``."""
-        self.disk_state = "" if store is not None else "no disk"
+        self.disk_state = ""
+        """Empty while the disk is used or none is wanted, else why it is not."""
         self._settings = settings
         self._keeper: Keeper = keeper or KeepNothing()
         self._on_disk_refused = on_disk_refused
@@ -124,6 +169,14 @@ class Tiers:
     def leading(self, identity: KvIdentity, hashes: Sequence[bytes]) -> int:
         """How many of these blocks are in either tier, from the first on."""
         return self.holdings.leading(identity, hashes)
+
+    def in_host(self) -> dict[str, tuple[int, int]]:
+        """Blocks and bytes of pages in memory, by ``KvSignature.model``."""
+        found: dict[str, tuple[int, int]] = {}
+        for block in self.host:
+            blocks, size = found.get(block.identity.signature.model, (0, 0))
+            found[block.identity.signature.model] = (blocks + 1, size + len(block.slots) * PAGE_BYTES)
+        return found
 
     async def acquire(
         self, identity: KvIdentity, hashes: Sequence[bytes], *, replica: ReplicaId | None = None
@@ -263,8 +316,8 @@ class Tiers:
         if self.store is not None:
             settled = [block for block in self._dirty.values() if now_s - block.arrived_s >= self._settings.settle_s]
             await self._demote(settled)
-            if await self._write(self.store.sweep, time.time()):
-                self.reconcile()
+            await self._write(self.store.sweep, time.time())
+            self.reconcile()
         free = int(self.host.bytes_max * FREE_SHARE)
         if self.host.bytes_free < free:
             await self.make_room(free)
@@ -323,13 +376,29 @@ class Tiers:
             await self._write(self.store.drop, identity, [hash])
             self.holdings.left(key, KvTier.DISK)
 
-    def reconcile(self) -> None:
-        """Blocks that the store dropped by itself are no longer believed to be there."""
+    def find_disk(self) -> None:
+        """What the store holds at the start is held."""
         if self.store is None:
             return
-        for held in [held for held in self.holdings if held.disk]:
-            if not self.store.leading(held.identity, [held.hash]):
-                self._left_disk(held.key)
+        for identity, hashes in self.store.held():
+            for hash in hashes:
+                parent = self.store.parent(identity, hash)
+                if parent is not None:
+                    size = identity.signature.block_bytes
+                    self.holdings.came(identity, hash, parent, tier=KvTier.DISK, size=size, now_s=0.0)
+        self.reconcile()
+
+    def reconcile(self) -> None:
+        """Blocks that the store dropped by itself are no longer believed to be there."""
+        if self.store is None or self._disk_order is None:
+            return
+        for key in self._disk_order.take_gone():
+            held = self.holdings.get(key)
+            if held is not None and held.disk and not self.store.leading(held.identity, [held.hash]):
+                self.holdings.left(key, KvTier.DISK)
+                block = self.host.find(key)
+                if block is not None:
+                    block.on_disk = False
 
     async def close(self) -> None:
         """Ends the threads and closes the store."""
@@ -341,12 +410,6 @@ class Tiers:
         self._writer.shutdown(wait=True)
 
     # ---- inner
-
-    def _left_disk(self, key: bytes) -> None:
-        self.holdings.left(key, KvTier.DISK)
-        block = self.host.find(key)
-        if block is not None:
-            block.on_disk = False
 
     def _forget(self, block: HostBlock) -> None:
         self.host.remove(block.key)
@@ -398,8 +461,7 @@ class Tiers:
             for block in rooms[came:]:
                 self.host.abandon(block)
             arrived.set()
-        if came < len(rooms):
-            self.reconcile()  # what did not verify is no longer in the store
+        self.reconcile()  # what did not verify is no longer in the store
         return came
 
     def _read_blocks(self, identity: KvIdentity, rooms: Sequence[HostBlock], forms: Sequence[StoredForm]) -> list[bytes]:
@@ -442,7 +504,7 @@ class Tiers:
         for block in batch:
             self.host.pin(block)
         try:
-            kept, refusal, evicted = await self._write(self._put, identity, batch, codec)
+            kept, refusal = await self._write(self._put, identity, batch, codec)
         finally:
             for block in batch:
                 self.host.unpin(block)
@@ -460,8 +522,7 @@ class Tiers:
                 size=block.size,
                 now_s=held.used_s if held is not None else now_s,
             )
-        if evicted:
-            self.reconcile()
+        self.reconcile()
         if refusal is None:
             self.disk_state = ""
             return
@@ -476,10 +537,9 @@ class Tiers:
         self._disk_rests_until_s = self.now_s() + (HOT_RETRY_S if refusal is Refusal.HOT else DISK_RETRY_S)
         self._on_disk_refused(refusal)
 
-    def _put(self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str) -> tuple[int, Refusal | None, bool]:
+    def _put(self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str) -> tuple[int, Refusal | None]:
         """In a thread."""
         assert self.store is not None
-        before = self.store.stats()
         stored: list[StoredBlock] = []
         for block in batch:
             if codec == "none":
@@ -488,8 +548,7 @@ class Tiers:
             payload = codecs.encode(identity.signature, raw_of(block), codec)
             stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
         result = self.store.put(identity, stored, time.time())
-        after = self.store.stats()
-        return result.kept, result.refused, (after.evicted, after.idled) != (before.evicted, before.idled)
+        return result.kept, result.refused
 
 
 def raw_of(block: HostBlock) -> memoryview:

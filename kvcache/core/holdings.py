@@ -12,9 +12,12 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.core.identity import KvIdentity, blocks_per_span
+from kvcache.core.identity import KvIdentity, KvSignature, blocks_per_span
 from subjects.ids import ReplicaId
 from subjects.messages import KvSpan, KvTier
+
+CHAIN_BLOCKS_MAX = 8192
+"""A longer chain is not followed: 256K tokens in blocks of 32."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +153,7 @@ class Holdings:
             count += 1
         return count
 
-    def chain(self, identity_key: bytes, head: bytes, blocks_max: int) -> list[Held]:
+    def chain(self, identity_key: bytes, head: bytes, blocks_max: int = CHAIN_BLOCKS_MAX) -> list[Held]:
         """The blocks from the first of the prompt to ``head``; empty where one is not here or there are too many."""
         found: list[Held] = []
         block = self._blocks.get(identity_key + head)
@@ -216,6 +219,14 @@ class Holdings:
             spans.setdefault(identity.key, []).append(span)
         news = [SpanNews(identity, tuple(spans[key]), ()) for key, identity in identities.items()]
         return news, page[-1] if len(page) == spans_max else b""
+
+    def tell_again(self, weights_hash: str, signature: KvSignature) -> None:
+        """All spans of these weights in this layout are news again: by now it is known which models they are of."""
+        for key, (identity, span) in list(self._told.items()):
+            if identity.weights_hash == weights_hash and identity.signature == signature:
+                del self._told[key]
+                self._sorted = None
+                self._doubtful[key] = (identity, span.span)
 
     # ---- inner
 
