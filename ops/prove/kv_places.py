@@ -195,6 +195,7 @@ class Place:
         assert self.pool.endpoints is not None
         async with redis.asyncio.from_url(self.pool.endpoints.redis_url, socket_timeout=5.0) as server:
             async for key in server.scan_iter(count=1000):
+                value: object
                 match await server.type(key):
                     case b"zset":
                         value = await server.zrange(key, 0, -1)
