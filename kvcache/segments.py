@@ -102,7 +102,13 @@ class _Open:
     direct: int
     """-1 where the file system refuses it."""
     cached: int
+    writable: bool = True
     users: int = 0
+
+    def to_write(self) -> int:
+        if not self.writable:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return self.cached
 
 
 class SegmentFiles:
@@ -249,7 +255,7 @@ class SegmentFiles:
         for pages in blocks:
             buffers += self._padded(pages)
         with self._opened(segment) as opened:
-            _write_all(opened.cached, buffers, page_offset(first_slot), opened.direct)
+            _write_all(opened.to_write(), buffers, page_offset(first_slot), opened.direct)
 
     def _padded(self, pages: Sequence[memoryview]) -> list[memoryview]:
         rest = -sum(len(page) for page in pages) % PAGE_BYTES
@@ -280,14 +286,14 @@ class SegmentFiles:
 
     def write_entries(self, segment: Segment, first_slot: int, data: bytes) -> None:
         with self._opened(segment) as opened:
-            _write_all(opened.cached, [memoryview(data)], entry_offset(first_slot))
+            _write_all(opened.to_write(), [memoryview(data)], entry_offset(first_slot))
             segment.unsynced = True
 
     def erase(self, segment: Segment, runs: Sequence[tuple[int, int]]) -> None:
         """Slots (first and number of each run) hold nothing from now on: their entries first, so that none lies."""
         with self._opened(segment) as opened:
             for first_slot, slots in runs:
-                _write_all(opened.cached, [memoryview(bytes(ENTRY_BYTES * slots))], entry_offset(first_slot))
+                _write_all(opened.to_write(), [memoryview(bytes(ENTRY_BYTES * slots))], entry_offset(first_slot))
             if self.punches:
                 for first_slot, slots in runs:
                     _punch(opened.cached, page_offset(first_slot), slots * PAGE_BYTES)
@@ -347,18 +353,20 @@ class SegmentFiles:
 
     def _open_one(self, name: str) -> _Open:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        writable = True
         try:
             cached = os.open(name, os.O_RDWR | flags, dir_fd=self._fd)
             flags |= os.O_RDWR
         except OSError as error:
             if error.errno not in _READ_ONLY_ERRORS:
                 raise
+            writable = False
             cached = os.open(name, os.O_RDONLY | flags, dir_fd=self._fd)
         direct = -1
         if self._direct_works:
             with contextlib.suppress(OSError):
                 direct = os.open(name, flags | _O_DIRECT, dir_fd=self._fd)
-        return _Open(direct, cached)
+        return _Open(direct, cached, writable)
 
     def _close_unused(self) -> None:
         unused = [name for name, opened in self._open.items() if not opened.users]

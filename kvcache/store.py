@@ -11,6 +11,7 @@ says is dropped when it is read.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections import deque
@@ -113,18 +114,15 @@ class KvStore:
             found += self._scanned(scanned)
         found.sort(key=lambda one: (one[0].time_s, one[1].name, one[0].first_slot))
         hot_s = self._shelf.rules.hot_s
-        together: list[_Block] = []
-        for entry, segment in found:
-            if self._shelf.find(segment.header.identity, entry.hash):
-                self._erase(segment, [(entry.first_slot, entry.pages)], 1)
-                continue
-            block = self._shelve(segment, entry, max(min(float(entry.time_s), now_s), now_s - hot_s))
-            if together and together[-1].used_s != block.used_s:
-                self._shelf.use(together, together[-1].used_s)
-                together = []
-            together.append(block)
-        if together:
-            self._shelf.use(together, together[-1].used_s)
+        for time_s, group in itertools.groupby(found, key=lambda one: one[0].time_s):
+            used_s = max(min(float(time_s), now_s), now_s - hot_s)
+            together: list[_Block] = []
+            for entry, segment in group:
+                if self._shelf.find(segment.header.identity, entry.hash):
+                    self._erase(segment, [(entry.first_slot, entry.pages)], 1)
+                else:
+                    together.append(self._shelve(segment, entry, used_s))
+            self._shelf.use(together, used_s)
         if not self._files.read_only:
             self._make_room(0, now_s + hot_s)
 
@@ -461,7 +459,8 @@ class KvStore:
                     break
                 self._shelf.keep(victims)
                 if asked >= self._shelf.stored_bytes:
-                    return Refusal.HOT if len(self._shelf) else Refusal.FULL
+                    oldest = next(iter(self._shelf), None)
+                    return Refusal.HOT if oldest is None or self._shelf.is_hot(oldest, now_s) else Refusal.FULL
                 asked = min(2 * asked, self._shelf.stored_bytes)
             before = self._bytes_used
             self._counts.evicted += self._remove(victims).blocks
