@@ -76,7 +76,7 @@ from workers.core.agent_events import (
     Ticked,
 )
 from workers.devices import gpu_used_bytes
-from workers.kv_config import KvConfig
+from workers.kv_config import KvConfig, memory_note
 from workers.kv_keeper import KvKeeper
 from workers.processes import (
     Forwarder,
@@ -159,6 +159,8 @@ async def run_agent(config: AgentConfig) -> int:
     if swept:
         log.warning("replicas that a dead agent left behind were killed", replicas=swept)
     bus = await NatsBus.connect(config.nats_urls, name=worker, shards=config.queue_shards, wait=True)
+    if config.kv is not None and (note := memory_note(config.kv, config.devices)):
+        log.warning(note)
     agent = Agent(config, worker, bus, state)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -40,8 +40,9 @@ PAUSE_S_MIN = 0.2
 PAUSE_S_MAX = 15.0
 STEADY_S = 30.0
 """After such a life the next pause is short again."""
-LOCKED_TRIES_MAX = 8
-"""A directory in use is tried again, since its last owner may still be writing; then the node does without a disk."""
+LOCKED_TRIES_MAX = 5
+"""A directory in use is tried so often again, some 13 s, since its last owner may still be writing what it has not on disk;
+then the node does without one."""
 END_GRACE_S = 3.0
 """What a node may take to end beyond the bound of its flush."""
 SOCKET_BYTES_MAX = 100
@@ -169,7 +170,8 @@ class KvKeeper:
         config = self._config
         disk_bytes, self._note = disk_room(config)
         if self._locked > LOCKED_TRIES_MAX:
-            disk_bytes, self._note = 0, f"no tier on disk: {config.directory} is used by another process"
+            used = f"{config.directory} is used by another process; give this worker a --kv-dir of its own"
+            disk_bytes, self._note = 0, f"no tier on disk: {used}"
         if self._note:
             log.warning("KV", note=self._note)
         return NodeSettings(

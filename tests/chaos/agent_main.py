@@ -12,6 +12,7 @@ import workers.agent
 from subjects.messages import EngineType
 from workers.agent import AgentConfig, run_agent
 from workers.devices import cpu_devices
+from workers.kv_config import KvConfig
 
 
 def exec_scripted(control_fd: int, stderr_fd: int) -> subprocess.Popen[bytes]:
@@ -33,16 +34,23 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=100)
     parser.add_argument("--drain-s", type=float, default=5.0)
     parser.add_argument("--scripted", action="store_true")
+    parser.add_argument("--name", default="test")
+    parser.add_argument("--kv-dir", type=Path)
+    parser.add_argument("--kv-disk", type=int, default=256 << 20)
     options = parser.parse_args()
     if options.scripted:
         workers.agent.exec_replica = exec_scripted  # type: ignore[attr-defined]
+    kv = None
+    if options.kv_dir is not None:
+        kv = KvConfig(directory=options.kv_dir, memory_bytes=32 << 20, disk_bytes=options.kv_disk)
     config = AgentConfig(
-        name="test",
+        name=options.name,
         nats_urls=(options.nats,),
         state_dir=options.state_dir,
         devices=tuple(cpu_devices(options.memory)),
         engines=(EngineType.SIMULATED,),
         drain_s=options.drain_s,
+        kv=kv,
     )
     sys.exit(asyncio.run(run_agent(config)))
 

@@ -17,7 +17,10 @@ from subjects.messages import (
     DeviceReport,
     DrainReplica,
     EngineType,
+    EvictKv,
+    KvReport,
     LoadModel,
+    MigrateKv,
     OperationEnded,
     ReplicaReport,
     ReplicaState,
@@ -42,6 +45,9 @@ class ScriptedAgent:
         self.broken: set[str] = set()
         self.epoch_seen = 0
         self.commands: list[WorkerCommand] = []
+        self.kv: KvReport | None = None
+        """How its KV node is."""
+        self.kv_failure = ""
         self.replicas: dict[ReplicaId, ReplicaReport] = {}
         self._names: dict[ReplicaId, str] = {}
         self._sequence = 0
@@ -84,6 +90,7 @@ class ScriptedAgent:
                 DeviceReport(device=DEVICE, kind=DeviceKind.CPU, memory_bytes=self.memory_bytes, reserved_bytes=reserved),
             ),
             replicas=tuple(self.replicas.values()),
+            kv=self.kv,
         )
         await self.bus.publish(names.worker_telemetry(self.worker), encode(snapshot))
 
@@ -108,6 +115,8 @@ class ScriptedAgent:
             case UnloadReplica():
                 self.replicas.pop(command.replica, None)
                 await self._ended(command, command.replica)
+            case EvictKv() | MigrateKv():
+                await self._ended(command, None, self.kv_failure, detail="412 blocks, 289.0 MiB")
             case _:
                 raise AssertionError(command)
 
@@ -133,8 +142,12 @@ class ScriptedAgent:
             budget_bytes=command.record.budget_bytes,
         )
 
-    async def _ended(self, command: WorkerCommand, replica: ReplicaId, failure: str = "") -> None:
-        event = OperationEnded(worker=self.worker, operation=command.operation, replica=replica, failure=failure)
+    async def _ended(
+        self, command: WorkerCommand, replica: ReplicaId | None, failure: str = "", *, detail: str = ""
+    ) -> None:
+        event = OperationEnded(
+            worker=self.worker, operation=command.operation, replica=replica, failure=failure, detail=detail
+        )
         await self.bus.publish(names.worker_events(self.worker), encode(event))
         await self._snapshot()
 
