@@ -153,6 +153,14 @@ class RedisIndex:
             dict(self._link.refusals),
         )
 
+    def hotness_key(self, model_hash: ModelHash) -> str:
+        """The sorted set of a model, for whoever looks into the server."""
+        return self._keys.hotness + model_hash
+
+    def spans_key(self, model_hash: ModelHash) -> str:
+        """The hash of what this node says it holds of a model."""
+        return self._keys.spans_of(model_hash, self.node)
+
     async def last_access(
         self, model_hash: ModelHash, spans: Sequence[bytes], *, deadline_s: float | None = None
     ) -> dict[bytes, float]:
@@ -163,7 +171,7 @@ class RedisIndex:
         wanted = list(spans[: self.settings.spans_per_read_max])
         if not wanted:
             return {}
-        key, members = self._keys.hotness + model_hash, [span.hex() for span in wanted]
+        key, members = self.hotness_key(model_hash), [span.hex() for span in wanted]
 
         async def question(client: Redis) -> Sequence[float | None]:
             answer: Any = await client.zmscore(key, members)

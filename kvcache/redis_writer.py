@@ -33,7 +33,8 @@ class RedisIndexSettings:
     prefix: str = ""
     """Of all keys, for a server that others use too."""
     flush_every_s: float = 0.2
-    batch_max: int = 512
+    batch_max: int = 256
+    """Entries at a time: the server is busy with them for a millisecond or two, and so long others wait."""
     buffer_max: int = 65_536
     """Entries that wait in this process, about 300 bytes each."""
     read_deadline_s: float = 0.005
