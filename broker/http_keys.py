@@ -88,7 +88,7 @@ class ApiKeys:
             raise ConfigError(f"{path}: is not YAML; write 'keys:' with a list of key and tenant") from None
         except msgspec.ValidationError as error:
             # The path of the field is safe to show, a quoted value may be a key.
-            _, found, place = str(error).rpartition(" - at `$.")
+            _, found, place = str(error).rpartition("`$.")
             field = place.rstrip("`") if found else "keys"
             remedy = "each key has key or sha256, tenant, and maybe class; each trust domain a list of tenants"
             raise ConfigError(f"{path}: {field}: is wrong; {remedy}") from None

@@ -18,11 +18,12 @@ from profiles.features import (
     RequestContext,
     build_profile,
     parse_fields,
+    profile_and_chain,
     prompt_entropy,
 )
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
-from subjects.messages import Endpoint, EngineType, Lane, ModelRecord, RequestKind, RequestProfile, SlaClass
+from subjects.messages import Adapter, Endpoint, EngineType, Lane, ModelRecord, RequestKind, RequestProfile, SlaClass
 
 MODEL = ModelHash("ab" * 32)
 TENANT = Tenant("t")
@@ -328,6 +329,32 @@ def test_tenants_never_share_a_hash() -> None:
     tokens = list(range(64))
     one, other = (chain_hashes(tokens, 32, tenant_salt(tenant)) for tenant in ("a", "b"))
     assert not set(one) & set(other)
+
+
+def test_only_a_trust_domain_shares_hashes() -> None:
+    """Tenants of one domain have one salt and one chain, all others their own; the profile has the end of that chain, and
+    the salt for the engine is the one it was hashed with, with several prompts too (O3)."""
+    tokens = list(range(100))
+
+    def chain(tenant: str, domain: str = "", adapter: str = "", prompts: int = 1) -> tuple[bytes, tuple[bytes, ...]]:
+        context = RequestContext(
+            tenant=Tenant(tenant),
+            trust_domain=domain,
+            adapter=Adapter(name="x", adapter_hash=adapter) if adapter else None,
+            deadline_unix_s=1.0,
+        )
+        profile, chain = profile_and_chain(
+            record(), Endpoint.COMPLETIONS, BodyFields(model="a"), [tokens] * prompts, context, OutputLengths()
+        )
+        hashes = chain_hashes(tokens, 32, chain.salt) if prompts == 1 else []
+        assert chain.hashes == hashes
+        assert (profile.prefix_head, profile.prefix_blocks) == ((hashes[-1], 3) if hashes else (b"", 0))
+        return chain.salt, tuple(hashes)
+
+    assert chain("a", "domain:d") == chain("b", "domain:d")
+    alone = [chain("a"), chain("b"), chain("a", "domain:d"), chain("a", "domain:d", "ab"), chain("a", adapter="ab")]
+    assert len(set(alone)) == 5
+    assert chain("a", prompts=2) == (chain("a")[0], ())
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths

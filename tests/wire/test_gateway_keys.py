@@ -81,10 +81,23 @@ def test_a_key_file(tmp_path: Path) -> None:
         assert caught.value.status == 401 and "canary" not in caught.value.message
 
 
+def test_trust_domains_of_a_key_file(tmp_path: Path) -> None:
+    """By tenant; their names are never a tenant's own, so that a tenant called as a domain is not in it (O3)."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys: [{{key: {KEY_A}, tenant: a}}]\ntrust_domains: {{a: [b, c], lonely: [d]}}\n")
+    assert ApiKeys.load(path).trust_domains == {"b": "domain:a", "c": "domain:a", "d": "domain:lonely"}
+    path.write_text(f"keys: [{{key: {KEY_A}, tenant: a}}]\n")
+    assert ApiKeys.load(path).trust_domains == {}
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [
         ("", "keys"),
+        (f"keys: [{{key: {KEY_A}, tenant: a}}]\ntrust_domains: {{x: [a], y: [b, a]}}", "trust_domains.y[1]"),
+        (f"keys: [{{key: {KEY_A}, tenant: a}}]\ntrust_domains: {{x: []}}", "trust_domains"),
+        (f"keys: [{{key: {KEY_A}, tenant: a}}]\ntrust_domains: {{x: a}}", "trust_domains"),
+        (f"keys: [{{key: {KEY_A}, tenant: a}}]\ntrust_domains: {{'x:y': [a]}}", "trust_domains"),
         ("[", "YAML"),
         ("keys: []", "keys"),
         ("keys: [{tenant: a}]", "keys[0]"),
