@@ -43,7 +43,9 @@ class EvictionSettings:
     turns_max: int = 3
     """Chains that were taken up more often are of one kind."""
     added_bits_max: int = 4
-    """Requests that added 2 ** (this - 1) units or more are of one kind."""
+    """Requests that added 2 ** (this - 1) grains or more are of one kind."""
+    grain_units: int = 1
+    """Units of about 512 tokens: 16 for blocks of 32 tokens, 2 for spans."""
     prior_returns: float = 50.0
     half_life_s: float = 4 * 3600.0
 
@@ -97,6 +99,7 @@ class EvictionOrder:
         self._returns = Returns(prior_returns=self._settings.prior_returns, half_life_s=self._settings.half_life_s)
         self._advanced_s = -math.inf
         self._judged_s = -math.inf
+        self._touched: _Visit | None = None
         self._visits = 0
         self._bytes = 0
 
@@ -122,8 +125,10 @@ class EvictionOrder:
         if not chain:
             return 0
         leading, known, before = self._look(chain)
-        turn = before.turn + 1 if before is not None and known > 1 else 0
-        bits = (len(chain) - known).bit_length()
+        grain = self._settings.grain_units
+        # A first grain alone is the system prompt that everybody has.
+        turn = before.turn + 1 if before is not None and known > grain else 0
+        bits = (-((known - len(chain)) // grain)).bit_length()
         kind = (min(turn, self._settings.turns_max), min(bits, self._settings.added_bits_max))
         visit = self._visit(kind, weight, now_s, turn, chain)
         for name in chain:
@@ -141,7 +146,7 @@ class EvictionOrder:
         self._forget_absent(now_s)
         return leading
 
-    def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float, *, weight: float = 1.0) -> None:
+    def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float, *, test: bool = False) -> None:
         """A unit came into the tier; ``parent`` is empty for the first of a chain. One that is here gets the new size only.
 
         It belongs to the last request that wanted it (``used``), else to that of its parent (an answer's blocks).
@@ -154,10 +159,12 @@ class EvictionOrder:
         self._advance(now_s)
         visit = self._absent.pop(unit, None)
         above = self._units.get(parent)
-        if visit is None:
-            visit = above.visit if above is not None else self._visit((0, 1), weight, now_s, 0, [unit], followed=False)
-        if visit.bin > 0:
-            self._restart(visit, now_s)
+        if visit is None and above is not None:
+            visit = above.visit
+            if visit.bin > 0:
+                self._restart(visit, now_s)
+        elif visit is None:
+            visit = self._visit((0, 1), 0.0 if test else 1.0, now_s, 0, [unit], followed=False)
         here = self._units[unit] = _Unit(unit, parent, size_bytes, visit, self._children.pop(unit, 0))
         self._bytes += size_bytes
         if above is not None:
@@ -166,6 +173,28 @@ class EvictionOrder:
         elif parent:
             self._children[parent] = self._children.get(parent, 0) + 1
         self._attach(here)
+
+    def touch(self, unit: bytes, now_s: float, *, test: bool = False) -> bool:
+        """One unit is used, by a request whose chain was not told (``used`` is better). Whether it is here.
+
+        Call it for parents before their children: those of one request get one age. Nothing is learned from it.
+        """
+        here = self._units.get(unit)
+        if here is None:
+            return False
+        self._advance(now_s)
+        above = self._units.get(here.parent)
+        if above is not None and above.visit is self._touched and now_s - self._touched.used_s < _STEP_S:
+            visit = self._touched
+        else:
+            old = here.visit
+            visit = self._visit(old.kind, 0.0 if test else 1.0, now_s, old.turn, [unit], followed=False)
+            self._touched = visit
+        self._take(here.visit, unit, now_s)
+        self._detach(here)
+        here.visit = visit
+        self._attach(here)
+        return True
 
     def used_elsewhere(self, unit: bytes, last_access_s: float) -> None:
         """Another node knows of a later access (the score in Redis, on this node's clock). Ignored when it is not later."""
