@@ -12,7 +12,7 @@ from kvcache.segments import Segment, SegmentFiles
 from kvcache.stored import StoredBlock
 from profiles.blocks import HASH_BYTES
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 16 * 2**20
 """Written or read at once; while one chunk is on its way to or from the disk, another is hashed."""
 CHUNK_PAGES = CHUNK_BYTES // PAGE_BYTES
 

@@ -3,9 +3,9 @@
 Public face; ``segments`` does the IO, ``kvc_format`` is the layout, ``core.shelf`` what is known in memory.
 
 What is on the disk when: pages are written before their entries, and entries decide whether a block is there, so a kill
-loses at most the batch that it cut off. A loss of power loses at most ``UNSYNCED_BYTES_MAX`` and what is under way: after so
-many bytes, in ``sync`` and in ``close`` there is an ``fdatasync``. Nothing relies on it: a page that is not what its entry
-says is dropped when it is read.
+loses at most the batch that it cut off. A loss of power loses at most twice ``UNSYNCED_BYTES_MAX`` and what is under way:
+after so many bytes an ``fdatasync`` begins, in a thread of its own; ``sync`` and ``close`` do one too. Nothing relies on it:
+a page that is not what its entry says is dropped when it is read.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class KvStore:
         self._closed = False
         self._writers = ThreadPoolExecutor(_THREADS, "kv-store-write")
         self._readers = ThreadPoolExecutor(_THREADS, "kv-store-read")
+        self._syncer = ThreadPoolExecutor(1, "kv-store-sync")
+        self._syncing: Future[None] | None = None
         self._segments: dict[str, Segment] = {}
         self._growing: dict[tuple[bytes, str], Segment] = {}
         """The segment that new blocks of an identity in a codec go to."""
@@ -335,7 +337,7 @@ class KvStore:
                 self._unsynced_bytes += write.pages * PAGE_BYTES
             due = self._unsynced_bytes >= UNSYNCED_BYTES_MAX
         if due:
-            self._sync()
+            self._sync_behind()
         return refused
 
     def sync(self) -> None:
@@ -345,6 +347,22 @@ class KvStore:
                 self._sync()
             finally:
                 self._leave()
+
+    def _sync_behind(self) -> None:
+        """Syncs while more is written; waits for the sync before, so that what is not synced stays bounded."""
+        with self._lock:
+            before, self._syncing = self._syncing, Future()
+            done = self._syncing
+        if before:
+            before.result()
+
+        def sync() -> None:
+            try:
+                self._sync()
+            finally:
+                done.set_result(None)
+
+        self._syncer.submit(sync)
 
     def _sync(self) -> None:
         with self._lock:
@@ -602,6 +620,7 @@ class KvStore:
             if not self._quiet.wait_for(lambda: not self._busy, CLOSE_S_MAX):
                 return  # a disk that hangs: descriptors in use must not be closed, and go with the process
         self._writers.shutdown()
+        self._syncer.shutdown()
         self._readers.shutdown()
         self._sync()
         self._budget.save()
