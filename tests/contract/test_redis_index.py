@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from redis.asyncio import Redis
 
 from kvcache.redis_index import Held, IndexState, RedisIndex, RedisIndexSettings, SpanAccess
@@ -41,11 +43,29 @@ def access(ago_s: float = 0.0, **fields: Any) -> SpanAccess:
     return SpanAccess(**{"at_unix_s": time.time() - ago_s, "size_bytes": 7, **fields})
 
 
+@pytest.fixture(scope="module")
+def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """One Valkey for all tests of this file."""
+    server = ValkeyServer(tmp_path_factory.mktemp("shared-valkey"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def valkey_server(shared_valkey: ValkeyServer) -> Iterator[ValkeyServer]:
+    """It as new for each test: empty, without scripts, with its own bounds."""
+    yield shared_valkey
+    with redis.Redis(port=shared_valkey.port) as client:
+        client.config_set("maxmemory", "256mb")
+        client.flushall()
+        client.script_flush()
+
+
 @pytest.fixture
 async def client(valkey_server: ValkeyServer) -> AsyncIterator[Any]:
     """A plain client beside the index."""
-    async with Redis(port=valkey_server.port) as redis:
-        yield redis
+    async with Redis(port=valkey_server.port) as found:
+        yield found
 
 
 class Nodes:
@@ -356,7 +376,6 @@ async def test_a_server_without_memory_keeps_the_hottest_and_recovers(nodes: Nod
         one.note(ONE, span(number), access(20_000 - number))
     await told(one)
     used = (await client.info("memory"))["used_memory"]
-    await client.config_set("maxmemory-policy", "noeviction")
     await client.config_set("maxmemory", used - 200_000)
     one.note(ONE, span(99_999), access())
     await until(lambda: one.stats.refusals.get("memory", 0) >= 1)
@@ -407,17 +426,19 @@ async def test_pools_with_prefixes_of_their_own_share_a_server(nodes: Nodes, cli
 
 
 async def test_a_password_works_and_is_never_said(
-    nodes: Nodes, client: Any, valkey_server: ValkeyServer, capsys: pytest.CaptureFixture[str]
+    no_child_is_left: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Credentials of the URL reach the server and nobody else: no log, no error, no figure (SEC-1)."""
-    await client.config_set("requirepass", "s3cret-word")
-    url = f"redis://:s3cret-word@127.0.0.1:{valkey_server.port}/0"
-    one = await nodes.start("a-1", url=url)
-    wrong = RedisIndex(url.replace("word", "w0rd"), "b-1", settings())
-    async with wrong:
-        await until(lambda: wrong.state is IndexState.DEGRADED)
-        await asyncio.sleep(0.1)
-        assert "s3cret" not in f"{one.stats}{wrong.stats}{one.settings}"
+    server = ValkeyServer(tmp_path / "valkey")
+    async with Redis(port=server.port) as client:
+        await client.config_set("requirepass", "s3cret-word")
+    right = RedisIndex(f"redis://:s3cret-word@127.0.0.1:{server.port}/0", "a-1", settings())
+    wrong = RedisIndex(f"redis://:s3cret-w0rd@127.0.0.1:{server.port}/0", "b-1", settings())
+    async with right, wrong:
+        await until(lambda: right.state is IndexState.OK and wrong.state is IndexState.DEGRADED)
+        await until(lambda: wrong.stats.refusals["away"] > 1)
+        assert "s3cret" not in f"{right.stats}{wrong.stats}{right.settings}"
+    server.stop()
     captured = capsys.readouterr()
     assert "s3cret" not in captured.out + captured.err
     assert "shared hotness" in captured.out + captured.err
