@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvcache.core.identity import SPAN_TOKENS, blocks_per_span, spans_of
-from kvcache.core.prefix_index import PrefixHolders
+from kvcache.core.prefix_index import PrefixHolders, WorkerPrefix
 from subjects.ids import ReplicaId, WorkerId
 from subjects.messages import KvTier, ModelRecord, StepCosts
 
@@ -120,84 +120,66 @@ def prompt_prefix(hashes: list[bytes], record: ModelRecord, costs: ReuseCosts) -
     return PromptPrefix(spans, blocks_per_span(record.block_size) * record.block_size, costs) if spans else None
 
 
-class _Reuse(NamedTuple):
-    saved_s: float
-    tokens: int
-
-
-class _Worth:
-    """What reuse saves at each replica; most of them are alike, so each kind is computed once."""
-
-    def __init__(self, prefix: PromptPrefix, holders: PrefixHolders) -> None:
-        self._prefix = prefix
-        self._engines = holders.replicas
-        self._nodes = {one.worker: one for one in holders.workers}
-        self._anywhere = holders.workers[0].spans if holders.workers else 0
-        self._known: dict[tuple[int, WorkerId | None], _Reuse] = {}
-
-    def at(self, replica: ReplicaId, worker: WorkerId | None) -> _Reuse:
-        engine = self._engines.get(replica, 0)
-        node = self._nodes.get(worker) if worker is not None else None
-        key = (engine, None if node is None else node.worker)
-        found = self._known.get(key)
-        if found is None:
-            tier, local = (None, 0) if node is None else (node.tier, node.spans)
-            found = self._known[key] = self._reuse(engine, tier, local)
-        return found
-
-    def _reuse(self, engine: int, tier: KvTier | None, local: int) -> _Reuse:
-        costs, step = self._prefix.costs, self._prefix.span_tokens
-        at = engine * step
-        saved_s = costs.prefill_s(0, at)
-        token_s = costs.disk_token_s if tier is KvTier.DISK else costs.host_token_s
-        for spans, fetch_token_s in ((local, token_s), (self._anywhere, costs.link_token_s)):
-            end = spans * step
-            gain_s = costs.prefill_s(at, end) - (end - at) * fetch_token_s if end > at else 0.0
-            if gain_s > 0.0:
-                saved_s += gain_s
-                at = end
-        return _Reuse(saved_s, at)
+def _reuse(prefix: PromptPrefix, engine: int, node: WorkerPrefix | None, anywhere: int) -> tuple[float, int]:
+    """Seconds saved and tokens not computed where an engine has so many leading spans, its worker's node some, and any
+    node ``anywhere``."""
+    costs, step = prefix.costs, prefix.span_tokens
+    at = engine * step
+    saved_s = costs.prefill_s(0, at)
+    local, token_s = 0, 0.0
+    if node is not None:
+        local, token_s = node.spans, costs.disk_token_s if node.tier is KvTier.DISK else costs.host_token_s
+    for spans, fetch_token_s in ((local, token_s), (anywhere, costs.link_token_s)):
+        end = spans * step
+        gain_s = costs.prefill_s(at, end) - (end - at) * fetch_token_s if end > at else 0.0
+        if gain_s > 0.0:
+            saved_s += gain_s
+            at = end
+    return saved_s, at
 
 
 def choose(
     places: Iterable[Place], holders: PrefixHolders, prefix: PromptPrefix, *, output_tokens: int, wait_s_max: float
 ) -> Choice:
-    """Where a request goes whose prefix ``holders`` have. ``places`` are in order of acquaintance.
+    """Where a request goes whose prefix ``holders`` have. ``places`` are those of replicas that keep a part of it, or whose
+    worker does, and of one that keeps nothing, with the least load of its like; in order of preference among equals.
 
     ``output_tokens`` are those expected of it, and taken for those of its neighbours; ``wait_s_max`` is how long it may
     still wait for one replica while another has room.
     """
     step = prefix.costs.step
     beside_s = 2.0 * step.step_request_s * output_tokens
-    worth = _Worth(prefix, holders)
-    best: Place | None = None
-    best_s, best_reuse, most_saved_s = -inf, _Reuse(0.0, 0), 0.0
-    busy: list[tuple[float, float, Place]] = []
-    for place in places:
-        reuse = worth.at(place.replica, place.worker)
-        net_s = reuse.saved_s - place.running * beside_s - place.unseen_tokens * step.prefill_token_s
-        most_saved_s = max(most_saved_s, reuse.saved_s)
-        if not place.slots:
-            if reuse.saved_s > 0.0 and place.running and place.held_out < HELD_OUT_MAX:
-                ends_s = output_tokens * (step.step_const_s + step.step_request_s * place.running) / place.running
-                busy.append((net_s + beside_s, ends_s * (place.held_out + 1), place))
-            continue
-        more = best is None or net_s > best_s + _EQUAL_S
-        if more or (best is not None and net_s > best_s - _EQUAL_S and place.slots > best.slots):
-            best, best_s, best_reuse = place, net_s, reuse
+    engines = holders.replicas
+    nodes = {one.worker: one for one in holders.workers}
+    anywhere = holders.workers[0].spans if holders.workers else 0
+    known: dict[tuple[int, WorkerId | None], tuple[float, int]] = {}
+    best: ReplicaId | None = None
+    best_s, best_slots, best_saved_s, best_tokens, most_saved_s = -inf, 0, 0.0, 0, 0.0
+    busy: list[tuple[float, float, ReplicaId]] = []
+    for replica, worker, slots, running, unseen_tokens, held_out in places:
+        kind = (engines.get(replica, 0), worker)
+        reuse = known.get(kind)
+        if reuse is None:
+            reuse = known[kind] = _reuse(prefix, kind[0], None if worker is None else nodes.get(worker), anywhere)
+        saved_s, tokens = reuse
+        net_s = saved_s - running * beside_s - unseen_tokens * step.prefill_token_s
+        if saved_s > most_saved_s:
+            most_saved_s = saved_s
+        if not slots:
+            if saved_s > 0.0 and running and held_out < HELD_OUT_MAX:
+                ends_s = output_tokens * (step.step_const_s + step.step_request_s * running) / running
+                busy.append((net_s + beside_s, ends_s * (held_out + 1), replica))
+        elif net_s > best_s + _EQUAL_S or (net_s > best_s - _EQUAL_S and slots > best_slots):
+            best, best_s, best_slots, best_saved_s, best_tokens = replica, net_s, slots, saved_s, tokens
     if best is None:
         return NOWHERE
-    longest: tuple[float, ReplicaId] | None = None
-    most_left_s = _EQUAL_S
-    for net_s, waits_s, place in busy:
+    waits_for, most_left_s, bound_s = None, _EQUAL_S, 0.0
+    for net_s, waits_s, replica in busy:
         gain_s = net_s - best_s
         if waits_s < wait_s_max and gain_s - waits_s > most_left_s:
-            most_left_s = gain_s - waits_s
-            longest = (min(wait_s_max, gain_s), place.replica)
-    if longest is not None:
-        return Choice(Why.WAIT, waits_for=longest[1], wait_s_max=longest[0])
-    if best_reuse.saved_s >= most_saved_s - _EQUAL_S:
-        why = Why.PREFIX if best_reuse.saved_s > 0.0 else Why.ROOM
-    else:
-        why = Why.SPREAD
-    return Choice(why, best.replica, best_reuse.tokens)
+            waits_for, most_left_s, bound_s = replica, gain_s - waits_s, min(wait_s_max, gain_s)
+    if waits_for is not None:
+        return Choice(Why.WAIT, waits_for=waits_for, wait_s_max=bound_s)
+    if best_saved_s < most_saved_s - _EQUAL_S:
+        return Choice(Why.SPREAD, best, best_tokens)
+    return Choice(Why.PREFIX if best_saved_s > 0.0 else Why.ROOM, best, best_tokens)

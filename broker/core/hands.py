@@ -176,25 +176,32 @@ class Hands:
 
     def _pick_by_prefix(self, now_s: float, live: LiveRequest, holders: PrefixHolders) -> Choice:
         assert live.prefix is not None and self._prefixes is not None
-        pages = live.profile.kv_pages_needed
-        model = live.profile.model_hash
+        index, pages, model = self._prefixes, live.profile.kv_pages_needed, live.profile.model_hash
+        serving = self._serving.get(model, {})
         held_out: dict[ReplicaId, int] = {}
         for request, replica in self._held_out.get(model, {}).items():
             if request != live.request:
                 held_out[replica] = held_out.get(replica, 0) + 1
-        worker_of = self._prefixes.worker_of
-        places = [
-            Place(
-                replica,
-                worker_of(replica),
-                link.slots_for(pages),
-                len(link.running),
-                sum(tokens for _, _, tokens in link.unseen) if link.unseen else 0,
-                held_out.get(replica, 0) if held_out else 0,
-            )
-            for replica, link in self._serving.get(model, {}).items()
-            if link.takes(live)
-        ]
+        keeping = {replica: index.worker_of(replica) for replica in holders.replicas}
+        for one in holders.workers:
+            for replica in index.replicas_at(one.worker):
+                keeping[replica] = one.worker
+        places: list[Place] = []
+        least, least_load, most = None, 0, 0
+        for replica, link in serving.items():
+            if not link.takes(live):
+                continue
+            slots = link.slots_for(pages)
+            if replica in keeping:
+                unseen = sum(tokens for _, _, tokens in link.unseen) if link.unseen else 0
+                places.append(Place(replica, keeping[replica], slots, len(link.running), unseen, held_out.get(replica, 0)))
+            elif slots:  # of those that keep nothing of it the one with the least to do will do
+                load = len(link.running) + len(link.unseen)
+                if least is None or load < least_load or (load == least_load and slots > most):
+                    least, least_load, most = replica, load, slots
+        if least is not None:
+            link = serving[least]
+            places.append(Place(least, None, most, len(link.running), sum(tokens for _, _, tokens in link.unseen)))
         wait_s_max = PARK_S - (now_s - live.waits_since_s) if live.may_hold_out else 0.0
         tokens = live.profile.expected_output_tokens
         return choose(places, holders, live.prefix, output_tokens=tokens, wait_s_max=wait_s_max)

@@ -106,6 +106,7 @@ class PrefixIndex:
         self._nodes: dict[WorkerId, _Node] = {}
         self._engine_spans: dict[ModelHash, int] = {}
         self._listed: dict[ReplicaId, WorkerId] | None = None
+        self._at: dict[WorkerId, list[ReplicaId]] = {}
         self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
         self._number = 0
         self._holdings = 0
@@ -215,7 +216,9 @@ class PrefixIndex:
     def pool_is(self, digest: PoolDigest) -> None:
         """Which replicas there are, where they are, and which are dead. Engines that it does not list are not named."""
         self._listed = {one.replica: one.worker for one in digest.replicas}
+        self._at = {}
         for one in digest.replicas:
+            self._at.setdefault(one.worker, []).append(one.replica)
             if one.state in _WITHOUT_KV:
                 self.forget_replica(one.replica)
         for replica in digest.dead:
@@ -231,6 +234,10 @@ class PrefixIndex:
         if worker is None and (holder := self._replicas.get(replica)) is not None:
             return holder.worker
         return worker
+
+    def replicas_at(self, worker: WorkerId) -> Sequence[ReplicaId]:
+        """Who runs there, as the digest has it."""
+        return self._at.get(worker, ())
 
     def forget_worker(self, worker: WorkerId) -> None:
         """Drops a worker and its engines."""
@@ -295,16 +302,23 @@ class PrefixIndex:
         return PrefixHolders(replicas, tuple(workers))
 
     def used(self, model: ModelHash, replica: ReplicaId, spans: Sequence[bytes]) -> None:
-        """A prompt with these spans goes to a replica: what its engine and its worker have of them stays longest."""
+        """A prompt with these spans goes to a replica: what its engine and its worker have of them stays longest.
+
+        Nothing is done for a holder that is less than half full: when it is full, it will have heard of as much again.
+        """
         worker = self.worker_of(replica)
-        for holder in (self._replicas.get(replica), None if worker is None else self._workers.get(worker)):
-            mine = holder.spans.get(model) if holder is not None else None
-            if mine is None:
-                continue
-            for span in reversed(spans):
-                tier = mine.pop(span, None)
-                if tier is not None:
-                    mine[span] = tier
+        engine_max = self._engine_spans.get(model, ENGINE_SPANS_DEFAULT)
+        self._touch(self._replicas.get(replica), model, spans, engine_max)
+        self._touch(None if worker is None else self._workers.get(worker), model, spans, self._worker_spans_max)
+
+    def _touch(self, holder: _Holder | None, model: ModelHash, spans: Sequence[bytes], spans_max: int) -> None:
+        mine = holder.spans.get(model) if holder is not None else None
+        if mine is None or 2 * len(mine) < spans_max:
+            return
+        for span in reversed(spans):
+            tier = mine.pop(span, None)
+            if tier is not None:
+                mine[span] = tier
 
     # ------------------------------------------------------------------------------------------------------ the table
 
