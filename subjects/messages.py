@@ -750,7 +750,7 @@ class KvIndexed(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     models: tuple[KvModelSpans, ...] = ()
     emptied: tuple[ReplicaId, ...] = ()
-    """Engines whose own cache was reset, slept or ended."""
+    """Engines whose own cache was reset, slept or ended, before they gained what ``models`` says of them."""
 
 
 class KvAsk(msgspec.Struct, frozen=True, kw_only=True):

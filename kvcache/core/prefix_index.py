@@ -125,15 +125,15 @@ class PrefixIndex:
             self.forget_worker(news.worker)
             node = self._nodes[news.worker] = _Node(news.node, news.sequence, now_s, floor=news.sequence)
         node.sequence = news.sequence
+        for replica in news.emptied:
+            self.forget_replica(replica)
+            if node.wants_snapshot:
+                node.emptied[replica] = news.sequence
         for model in news.models:
             self._take(news.worker, model)
             if node.wants_snapshot:
                 for span in (*(one.span for one in model.held), *model.dropped):
                     node.changed[model.model_hash, span] = news.sequence
-        for replica in news.emptied:  # after what it gained: which of both came first in the batch is not told
-            self.forget_replica(replica)
-            if node.wants_snapshot:
-                node.emptied[replica] = news.sequence
         if len(node.changed) + len(node.emptied) > CHANGED_MAX:
             node.floor, node.cursor = news.sequence, b""
             node.changed.clear()
