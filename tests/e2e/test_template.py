@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
-import json
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,23 +14,20 @@ import pytest_asyncio
 
 from subjects.errors import EngineError
 from tests.e2e.engines import replica_spec
+from tests.e2e.forking import fork, subreaping
 from tests.waiting import until
-from workers.spec import ReplicaSpec
 from workers.template import Template
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 ENTRY = "tests.e2e.forked_engine:run"
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture(scope="module")
 def subreaper() -> Iterator[None]:
-    """What an agent does: orphans of its descendants become its children, so that it can reap them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    yield
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    """This process is the parent of what the template forks."""
+    with subreaping():
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -44,46 +37,6 @@ async def template(subreaper: None) -> AsyncIterator[Template]:
     await template.start()
     yield template
     await template.stop()
-
-
-class Forked:
-    """A forked process and the agent's end of its control socket."""
-
-    def __init__(self, pid: int, ours: socket.socket) -> None:
-        self.pid = pid
-        self._ours = ours
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def ask(self, command: str) -> dict[str, Any]:
-        if self._streams is None:
-            self._streams = await asyncio.open_unix_connection(sock=self._ours)
-        reader, writer = self._streams
-        writer.write(command.encode() + b"\n")
-        answer: dict[str, Any] = json.loads(await asyncio.wait_for(reader.readline(), 60))
-        return answer
-
-    async def exit(self, command: str = "") -> int:
-        """Its exit code, after ``command`` or the end of its socket."""
-        if command:
-            with contextlib.suppress(json.JSONDecodeError):
-                await self.ask(command)
-        else:
-            self._ours.shutdown(socket.SHUT_WR)
-        _, status = await asyncio.to_thread(os.waitpid, self.pid, 0)
-        if self._streams is not None:
-            self._streams[1].close()
-        self._ours.close()
-        return os.waitstatus_to_exitcode(status)
-
-
-async def fork(template: Template, spec: ReplicaSpec) -> Forked:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        try:
-            return Forked(await template.fork(spec, theirs), ours)
-        except EngineError:
-            ours.close()
-            raise
 
 
 async def test_a_forked_process_is_fresh(template: Template, tiny_model: Path) -> None:
