@@ -25,7 +25,7 @@ class Phase(Enum):
     ==========================  ==========================================================================
     absent -> CLAIMING          a ticket was pulled
     absent -> RUNNING           handed over, and there is room
-    CLAIMING -> RUNNING         granted: acknowledge, then start
+    CLAIMING -> RUNNING         granted: acknowledge, then start once its pages are free
     CLAIMING -> absent          refused, not answered twice, cancelled while claiming, the engine failed
     RUNNING -> FINISHED         the engine's last delta; the slot is free, the tokens are kept
     RUNNING, FINISHED -> absent cancelled, not named by two ``Held`` (which confirms a finish), the gateway silent,
@@ -79,8 +79,11 @@ class HeldRequest:
     """Units of all choices, those of earlier attempts included."""
     gathered: list[Delta] = field(default_factory=list)
     """The latest output of an answer that nobody streams, not sent yet."""
-    counted: tuple[int, int, int] = (0, 0, 0)
-    """What its replica counts for it: requests that are not finished, KV pages, prompt tokens before it."""
+    waits: Grant | None = None
+    """Granted, and not with the engine yet: its pages are not free."""
+    counted: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """What its replica counts for it: requests that are not finished, KV pages, prompt tokens before it, and the pages
+    again once it is with the engine."""
 
     @property
     def key(self) -> Key:
@@ -153,11 +156,19 @@ class HeldRequest:
 
     def grow(self, block_size: int, pages_max: int) -> bool:
         """An answer longer than expected holds more pages than were set aside for it: nobody else can have them."""
-        tokens = self.profile.input_tokens + self.generated
-        if tokens <= self.pages * block_size or self.pages >= pages_max:
+        pages = min(self._pages_now(block_size), pages_max)
+        if pages <= self.pages:
             return False
-        self.pages = min(pages_for(tokens, block_size), pages_max)
+        self.pages = pages
         return True
+
+    def _pages_now(self, block_size: int) -> int:
+        """What it holds at least; of several choices each one's pages beyond what it was expected to be."""
+        if self.profile.n <= 1:
+            return pages_for(self.profile.input_tokens + self.generated, block_size)
+        expected = self.profile.expected_output_tokens
+        beyond = sum(pages_for(max(0, index - expected), block_size) for index in self.next_indexes.values())
+        return self.profile.kv_pages_needed + beyond
 
     def failure(self, kind: FailureKind, message: str, *, code: str) -> Delta:
         """The delta that ends this request badly."""

@@ -106,10 +106,12 @@ class ReplicaCore:
         self._links: dict[IngressId, _Link] = {}
         self._ended: OrderedDict[Key, float] = OrderedDict()
         self._planner = PullPlanner()
-        self._active = self._pages_held = self._backlog_tokens = 0
+        self._active = self._pages_held = self._backlog_tokens = self._pages_started = 0
         """Sums of ``counted`` over what is held."""
         self._told_full: dict[IngressId, None] = {}
         """Gateways whose last word was that there is no slot, longest ago first."""
+        self._waiting: dict[Key, HeldRequest] = {}
+        """Granted, and waiting for pages (KVC-6), in the order of their grants."""
         self._gathering: dict[Key, HeldRequest] = {}
         self._gather_due_s = inf
         self._serving = False
@@ -147,14 +149,16 @@ class ReplicaCore:
 
     def _count(self, held: HeldRequest, *, dropped: bool = False) -> None:
         """Brings the sums up to date after ``held`` has changed."""
-        active, pages, tokens = held.counted
+        active, pages, tokens, started = held.counted
         if dropped or held.phase is Phase.FINISHED:
-            held.counted = (0, 0, 0)
+            held.counted = (0, 0, 0, 0)
         else:
-            held.counted = (1, held.pages, held.backlog_tokens)
+            with_engine = held.phase is Phase.RUNNING and held.waits is None
+            held.counted = (1, held.pages, held.backlog_tokens, held.pages if with_engine else 0)
         self._active += held.counted[0] - active
         self._pages_held += held.counted[1] - pages
         self._backlog_tokens += held.counted[2] - tokens
+        self._pages_started += held.counted[3] - started
 
     # ----------------------------------------------------------------------------------------------------------- step
 
@@ -228,7 +232,9 @@ class ReplicaCore:
             self._ended.popitem(last=False)
 
     def _settle(self, now_s: float, out: list[ReplicaCommand]) -> None:
-        """What follows from the state after any event: pulls, the end of a drain, the load."""
+        """What follows from the state after any event: starts, pulls, the end of a drain, the load."""
+        if self._waiting:
+            self._start_what_fits(out)
         active, free_pages, backlog_tokens = self._active, self._kv_pages - self._pages_held, self._backlog_tokens
         self._planner.write_off(now_s)
         if self._serving and not self._draining and not self._closed:
@@ -378,8 +384,29 @@ class ReplicaCore:
         held.phase = Phase.RUNNING
         held.start_index = held.generated = len(grant.sent_token_ids)
         held.parts = []
+        held.waits = grant
+        self._waiting[held.key] = held
         self._count(held)
-        out.append(StartRequest(grant, held.profile))
+        self._start_what_fits(out)
+
+    def _start_what_fits(self, out: list[ReplicaCommand]) -> None:
+        """Gives the engine what was granted, in its order, as far as all that each may need is free: more than one pull may
+        bring a ticket for the same pages, and an engine that has begun too much preempts what already runs (KVC-6).
+
+        Nothing overtakes the first that waits, so that small ones cannot starve a long context; what does not fit beside
+        anything runs alone.
+        """
+        for held in list(self._waiting.values()):
+            if self._pages_started and self._pages_started + held.pages > self._kv_pages:
+                return
+            assert held.waits is not None
+            out.append(StartRequest(held.waits, held.profile))
+            self._no_longer_waits(held)
+            self._count(held)
+
+    def _no_longer_waits(self, held: HeldRequest) -> None:
+        self._waiting.pop(held.key, None)
+        held.waits = None
 
     def _claim_unanswered(self, event: ClaimUnanswered, out: list[ReplicaCommand]) -> None:
         held = self._requests.get((event.request, event.attempt))
@@ -459,6 +486,7 @@ class ReplicaCore:
                 self._drop(held)
             elif held.phase is Phase.RUNNING:
                 delta = held.failure(FailureKind.SICK, message, code="engine_failed")
+                self._no_longer_waits(held)
                 held.note(delta)
                 self._count(held)
                 self._let_out(now_s, held, by_ingress).append(delta)
@@ -602,13 +630,14 @@ class ReplicaCore:
         out.append(ReportDrained(sum(len(gone) for gone in by_ingress.values())))
 
     def _end(self, now_s: float, held: HeldRequest, out: list[ReplicaCommand]) -> None:
-        if held.phase is Phase.RUNNING:
+        if held.phase is Phase.RUNNING and held.waits is None:
             out.append(AbortRequest(held.request, held.attempt))
         self._drop(held)
         self._remember(now_s, held.key)
 
     def _drop(self, held: HeldRequest) -> None:
         del self._requests[held.key]
+        self._no_longer_waits(held)
         self._gathering.pop(held.key, None)
         self._count(held, dropped=True)
         if held.phase is not Phase.CLAIMING:
