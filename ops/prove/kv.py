@@ -55,7 +55,8 @@ async def prove_reuse(directory: Path, rng: random.Random, say: Say) -> Figures:
         await place.ask("evicted and loaded again", *whole)
         (row,) = await place.until_ready(1)
         place.kill_replica(row["replica"])
-        await place.ask("killed and started again", *whole, short)
+        await place.ask("killed and started again", *whole)
+        await place.ask("short prompt", short)
         say("reuse: a second replica")
         await apply_replicas(place, 2)
         before = await place.until_ready(2)
@@ -68,7 +69,7 @@ async def prove_reuse(directory: Path, rng: random.Random, say: Say) -> Figures:
         await place.ask("other worker", *whole)
         await place.reload()
         await place.ask("other worker, evicted and loaded again", *partly)
-    reused = {phase: tokens for phase, tokens in tally.cached.items() if phase not in ("cold", "killed and started again")}
+    reused = {phase: tokens for phase, tokens in tally.cached.items() if phase not in ("cold", "short prompt")}
     figures = {
         "mismatches": tally.wrong,
         "compared": tally.compared,

@@ -64,8 +64,8 @@ def questions(rng: random.Random, count: int) -> list[str]:
     return rng.sample(_QUESTIONS, count)
 
 
-def services_of(*, replicas: int = 1, codec: str = "none", name: str = MODEL) -> str:
-    """The model of the proofs; ``replicas`` are kept ready."""
+def services_of(*, replicas: int = 0, codec: str = "none", name: str = MODEL) -> str:
+    """The model of the proofs; ``replicas`` are kept ready; 0: it is loaded when asked for."""
     strategy = f"min_replicas: {replicas}, max_replicas: 2, max_wait_s: 110"
     return service(name, "builtin:smollm2-135m-instruct", _ENGINE, strategy=strategy)
 
