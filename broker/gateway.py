@@ -296,6 +296,7 @@ class Gateway:
             metrics.waiting.labels(name).set(count)
         for name, count in running.items():
             metrics.running.labels(name).set(count)
+        metrics.kv_told(self.digest)
         metrics.in_flight.set(len(self._live))
         metrics.bus_connected.set(self._bus.connected)
         metrics.prefix_holdings.set(self.prefixes.holdings)

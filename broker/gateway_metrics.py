@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from subjects.messages import PoolDigest
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 UNRESOLVED = "-"
@@ -64,6 +66,21 @@ class GatewayMetrics:
         self.discarded = Counter("carpool_messages_discarded", "Messages that could not be decoded.", ["kind"], registry=own)
         self.bus_connected = Gauge("carpool_bus_connected", "Whether the bus is reachable.", registry=own)
         self.bus_round_trip_s = Gauge("carpool_bus_round_trip_seconds", "Last measured round trip to the bus.", registry=own)
+        self.kv_eviction_rate = Gauge(
+            "kv_cache_eviction_rate",
+            "KV blocks per second that left the last tier outside engines; of the whole pool, the same at every gateway.",
+            ["model"],
+            registry=own,
+        )
+        self.kv_hit_ratio = Gauge(
+            "kv_cache_hit_ratio",
+            "Share of the KV blocks asked for outside engines that were found, since the nodes' starts; of the whole pool.",
+            ["model"],
+            registry=own,
+        )
+        self.kv_bytes = Gauge(
+            "kv_cache_bytes", "KV kept outside engines; of the whole pool.", ["model", "tier"], registry=own
+        )
         self._of: dict[str, ModelMetrics] = {}
         self._ended: dict[tuple[str, str, str], Counter] = {}
 
@@ -91,6 +108,20 @@ class GatewayMetrics:
         if found is None:
             found = self._ended[model, status, way] = self.requests.labels(model, status, way)
         found.inc()
+
+    def kv_told(self, digest: PoolDigest | None) -> None:
+        """What the pool's last digest says of KV outside engines."""
+        for gauge in (self.kv_eviction_rate, self.kv_hit_ratio, self.kv_bytes):
+            gauge.clear()
+        for model in digest.models if digest is not None else ():
+            kv = model.kv
+            if kv is None:
+                continue
+            self.kv_eviction_rate.labels(model.name).set(kv.evictions_per_s)
+            self.kv_bytes.labels(model.name, "host").set(kv.host_bytes)
+            self.kv_bytes.labels(model.name, "disk").set(kv.disk_bytes)
+            if kv.hits + kv.misses:
+                self.kv_hit_ratio.labels(model.name).set(kv.hits / (kv.hits + kv.misses))
 
     def text(self) -> bytes:
         """The exposition format."""

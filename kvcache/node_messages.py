@@ -227,6 +227,12 @@ class KvModelStats(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int = 0
     disk_blocks: int = 0
     disk_bytes: int = 0
+    hits: int = 0
+    """Blocks that were read, since the node's start; the rest likewise."""
+    misses: int = 0
+    """Blocks that were asked for in vain."""
+    evicted: int = 0
+    """Blocks that left the last tier that had them, by order, for room or by age."""
 
 
 class KvStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):

@@ -276,6 +276,9 @@ class KvKeeper:
                     host_blocks=one.host_blocks,
                     disk_bytes=one.disk_bytes,
                     disk_blocks=one.disk_blocks,
+                    hits=one.hits,
+                    misses=one.misses,
+                    evicted=one.evicted,
                 )
                 for one in largest[:MODELS_TOLD_MAX]
             ),
