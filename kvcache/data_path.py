@@ -29,7 +29,6 @@ from typing import Any, Final
 
 import structlog
 
-from kvcache import codecs
 from kvcache.core.holdings import Held
 from kvcache.core.identity import PAGE_BYTES
 from kvcache.core.migration import Transfer, batches, lacking
@@ -53,7 +52,7 @@ from kvcache.node_messages import (
     read_head,
 )
 from kvcache.node_settings import NodeSettings
-from kvcache.node_tiers import Tiers, checksums_of, decode_into
+from kvcache.node_tiers import Tiers, checksums_of, decoded
 from subjects.errors import DecodeError, place_of
 from subjects.ids import ReplicaId
 from subjects.messages import KvOffer
@@ -581,6 +580,8 @@ def _fitting(message: object, batch: Sequence[int], room: Sequence[HostBlock], b
     for told, block in zip(blocks, room, strict=False):
         size_max = block.size
         if told.codec != "none":
+            from kvcache import codecs  # with numpy: only for those who need it
+
             if told.codec not in codecs.CODECS:
                 raise DecodeError("an unknown codec")
             size_max = codecs.payload_bytes_max(block.identity.signature, told.codec)
@@ -599,9 +600,7 @@ def _verified(blocks: Sequence[Block], payloads: Sequence[memoryview | None], ro
         else:
             if checksums(payload) != told.checksums:
                 break
-            try:
-                decode_into(block, payload, told.codec)
-            except codecs.CodecError:
+            if not decoded(block, payload, told.codec):
                 break
             found = checksums_of(block)
         sums.append(found)

@@ -27,6 +27,8 @@ class Order(Protocol):
 
     def victims(self, bytes_min: int, now_s: float, keep: Callable[[bytes], bool] | None = None) -> list[bytes]: ...
 
+    def idle(self, now_s: float, units_max: int = 1000, keep: Callable[[bytes], bool] | None = None) -> list[bytes]: ...
+
 
 @dataclass(slots=True, eq=False)
 class HostBlock:
@@ -182,6 +184,16 @@ class HostTier:
         found = [self._blocks.get(key) for key in self.order.victims(bytes_min, now_s, kept)]
         return [block for block in found if block is not None]
 
+    def idle(self, now_s: float, keep: Callable[[HostBlock], bool]) -> list[HostBlock]:
+        """Blocks that nobody used for too long, as by :meth:`victims`."""
+
+        def kept(key: bytes) -> bool:
+            block = self._blocks.get(key)
+            return block is not None and (block.pins > 0 or keep(block))
+
+        found = [self._blocks.get(key) for key in self.order.idle(now_s, keep=kept)]
+        return [block for block in found if block is not None]
+
     def stay(self, block: HostBlock, now_s: float) -> None:
         """A victim that does not leave after all."""
         if not block.gone:
@@ -210,54 +222,3 @@ class HostTier:
 def pages_of(size: int) -> int:
     """Pages of so many bytes; at least one."""
     return max(1, -(-size // PAGE_BYTES))
-
-
-class LeastRecent:
-    """The plainest order, of a tier in memory or on disk: the longest untouched first."""
-
-    def __init__(self, idle_s_max: float = 600.0) -> None:
-        self._idle_s_max = idle_s_max
-        self._units: dict[bytes, tuple[int, float]] = {}
-
-    def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float, *, test: bool = False) -> None:
-        """It came, as the youngest."""
-        self._units.pop(unit, None)
-        self._units[unit] = (size_bytes, now_s)
-
-    def touch(self, unit: bytes, now_s: float, *, test: bool = False) -> bool:
-        """It is the youngest now."""
-        found = self._units.pop(unit, None)
-        if found is None:
-            return False
-        self._units[unit] = (found[0], now_s)
-        return True
-
-    def remove(self, unit: bytes) -> None:
-        """It left."""
-        self._units.pop(unit, None)
-
-    def victims(self, bytes_min: int, now_s: float, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
-        """The oldest of together so many bytes; they are taken out."""
-        found: list[bytes] = []
-        total = 0
-        for unit, (size, _) in self._units.items():
-            if total >= bytes_min:
-                break
-            if keep is None or not keep(unit):
-                found.append(unit)
-                total += size
-        for unit in found:
-            del self._units[unit]
-        return found
-
-    def idle(self, now_s: float, units_max: int = 1000, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
-        """Those that were not touched for ``idle_s_max``; they are taken out."""
-        found: list[bytes] = []
-        for unit, (_, used_s) in self._units.items():
-            if now_s - used_s <= self._idle_s_max or len(found) >= units_max:
-                break
-            if keep is None or not keep(unit):
-                found.append(unit)
-        for unit in found:
-            del self._units[unit]
-        return found

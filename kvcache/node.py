@@ -10,24 +10,29 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from kvcache.core.identity import KvIdentity
-from kvcache.host_tier import HostTier, LeastRecent
+from kvcache.host_tier import HostTier
 from kvcache.node_alerts import Alerts
 from kvcache.node_exchange import DISK, Exchange
 from kvcache.node_messages import Attach, KvEvicted, KvModelStats, KvPulled, KvStats, KvTierStats, KvUse, Prepare
 from kvcache.node_models import KnownModels
+from kvcache.node_policy import NodePolicy
 from kvcache.node_settings import NodeSettings
 from kvcache.node_socket import LocalSocket
-from kvcache.node_tiers import DiskOrder, Tiers
+from kvcache.node_tiers import Tiers
 from kvcache.store import KvStore, Refusal, StoreLocked, StoreRefused
 from subjects.bus import Bus
 from subjects.errors import place_of
-from subjects.ids import ReplicaId, incarnated
+from subjects.ids import ReplicaId, base_name, incarnated
 from subjects.messages import Severity
 from subjects.tasks import Tasks
+
+if TYPE_CHECKING:
+    from kvcache.redis_index import RedisIndex
 
 TEND_S = 0.25
 
@@ -45,71 +50,76 @@ _DISK_ALERTS = {
 
 
 class Node:
-    """See the module. ``disk_refused`` says why there is no store, where one was wanted."""
+    """See the module."""
 
-    def __init__(self, settings: NodeSettings, store: KvStore | None = None, disk_order: DiskOrder | None = None) -> None:
+    def __init__(self, settings: NodeSettings) -> None:
+        """Opens the store, where one is wanted.
+
+        Raises:
+            StoreLocked: another process has the directory. One that cannot be used otherwise is done without.
+        """
         self.settings = settings
-        self.name = incarnated("kv")
+        self.name = incarnated(f"{(base_name(settings.worker) or settings.worker)[:44]}-kv")
         self.alerts = Alerts(settings.worker)
-        self.models = KnownModels(Path(settings.directory) if store is not None else None)
+        store: KvStore | None = None
+        self._no_disk = ""
+        directory = Path(settings.directory) if settings.directory and settings.disk_bytes_max else None
+        self.models = KnownModels(directory)
+        self.policy = NodePolicy(settings, self.models)
+        if directory is not None:
+            try:
+                store = KvStore.open(
+                    directory,
+                    bytes_max=settings.disk_bytes_max,
+                    write_bytes_per_day_max=settings.write_bytes_per_day_max,
+                    now_s=time.time(),
+                    hot_s=settings.hot_s,
+                    idle_s_max=settings.idle_s_max,
+                    policy=self.policy.disk_order,
+                )
+            except StoreLocked:
+                raise
+            except StoreRefused as error:
+                self._no_disk = str(error)
         self.tiers = Tiers(
             settings,
-            HostTier(settings.host_bytes_max, LeastRecent(settings.idle_s_max)),
+            HostTier(settings.host_bytes_max, self.policy.host_order),
             store,
-            disk_order=disk_order,
+            take_gone=self.policy.disk_order.take_gone,
+            holdings=self.policy.holdings,
+            keeper=self.policy,
             on_disk_refused=self._disk_refused,
             on_read=lambda size, seconds: self.exchange.bandwidths.measured(DISK, size, seconds),
         )
-        self.exchange = Exchange(settings, self.name, self.tiers, self.models)
+        self.tiers.disk_state = self._no_disk
+        self.tiers.find_disk()
+        self.exchange = Exchange(settings, self.name, self.tiers, self.models, self.policy.dropped)
         self._socket = LocalSocket(settings.socket_path, self.name, self.tiers, self)
         self._tasks = Tasks(lambda error: log.error("a part of the KV node failed", error=place_of(error)))
         self._closing: asyncio.Task[None] | None = None
 
-    @classmethod
-    def with_disk(cls, settings: NodeSettings) -> Node:
-        """A node whose store is open. Where the directory cannot be used it does without, and says so.
-
-        Raises:
-            StoreLocked: another process has the directory.
-        """
-        if not settings.directory or not settings.disk_bytes_max:
-            return cls(settings)
-        order = DiskOrder(LeastRecent(settings.idle_s_max))
-        try:
-            store = KvStore.open(
-                Path(settings.directory),
-                bytes_max=settings.disk_bytes_max,
-                write_bytes_per_day_max=settings.write_bytes_per_day_max,
-                now_s=time.time(),
-                hot_s=settings.hot_s,
-                idle_s_max=settings.idle_s_max,
-                policy=order,
-            )
-        except StoreLocked:
-            raise
-        except StoreRefused as error:
-            node = cls(settings)
-            node.tiers.disk_state = str(error)
-            return node
-        node = cls(settings, store, order)
-        node.tiers.find_disk()
-        return node
-
-    async def open(self, bus: Bus | None = None) -> None:
-        """Listens, and joins others over ``bus``.
+    async def open(self, *, alone: bool = False) -> None:
+        """Listens. ``alone``: there is no bus to :meth:`join` later.
 
         Raises:
             OSError: the socket's path or the data path's address cannot be used.
         """
-        self.alerts.bus = bus
         Path(self.settings.socket_path).parent.mkdir(parents=True, exist_ok=True)
         self._socket.open()
-        if bus is not None:
-            self.exchange.listen()
-            await self.exchange.join(bus)
-        if self.settings.directory and self.tiers.store is None and self.settings.disk_bytes_max:
-            self.alerts.say("kv-disk", f"KV is kept in host memory only: {self.tiers.disk_state}")
+        self.exchange.listen(alone=alone)
+        if self._no_disk:
+            self.alerts.say("kv-disk", f"KV is kept in host memory only: {self._no_disk}")
         self._tasks.spawn(self._tend())
+
+    async def join(self, bus: Bus) -> None:
+        """Works with other nodes from now on."""
+        self.alerts.bus = bus
+        await self.exchange.join(bus)
+
+    def share(self, redis: RedisIndex) -> None:
+        """Shares its hotness with other nodes from now on."""
+        self.policy.redis = redis
+        redis.start()
 
     async def close(self) -> None:
         """Stops listening, writes what is dirty within the bound, and gives the directory free; all callers wait for it."""
@@ -125,13 +135,21 @@ class Node:
         if lost_bytes and self.tiers.store is not None:
             log.warning("KV is lost with this node: the disk did not take it in time", bytes=lost_bytes)
         await self.tiers.close()
+        if self.policy.redis is not None:
+            await self.policy.redis.close()
 
     async def _tend(self) -> None:
         while True:
             await asyncio.sleep(TEND_S)
             try:
+                now_s = time.monotonic()
+                cold = self.policy.cold(now_s)
+                if cold:
+                    await self.tiers.demote(cold)
                 await self.tiers.tend()
+                await self.policy.hear_others(now_s)
                 self._tell_findings()
+                self.alerts.post()
             except Exception as error:
                 log.error("tending the KV tiers failed", error=place_of(error))
 
@@ -168,8 +186,9 @@ class Node:
                 self.tiers.holdings.tell_again(engine.weights_hash, signature)
 
     def used(self, identity: KvIdentity, hashes: Sequence[bytes], replica: ReplicaId | None, use: KvUse) -> None:
-        """A request uses these blocks."""
-        self.tiers.touch(identity, hashes, replica=replica, test=use.test)
+        """A request used these blocks."""
+        self.policy.used(identity, hashes, use, time.monotonic())
+        self.tiers.used(identity, hashes, replica)
 
     def emptied(self, replica: ReplicaId) -> None:
         """An engine's own cache was reset."""
@@ -187,7 +206,12 @@ class Node:
 
     async def prepare(self, identity: KvIdentity, hashes: Sequence[bytes], engine: Attach, asked: Prepare) -> int:
         """Leading blocks that can be read."""
-        return await self.exchange.prepare(identity, hashes, engine, asked) if hashes else 0
+        if not hashes:
+            return 0
+        self.policy.asked(identity, hashes, asked.use, time.monotonic())
+        blocks = await self.exchange.prepare(identity, hashes, engine, asked)
+        self.tiers.used(identity, hashes[:blocks])
+        return blocks
 
     async def evict(self, kv_signature: str, ratio: float) -> KvEvicted:
         """Drops a share of a model's blocks."""
@@ -234,4 +258,10 @@ class Node:
             served_bytes=exchange.server.served_bytes,
             write_bytes_left=disk.write_left_bytes if disk is not None else None,
             disk_state=tiers.disk_state,
+            redis_state=self._redis_state(),
         )
+
+    def _redis_state(self) -> str:
+        if self.policy.redis is None:
+            return "off"
+        return "down" if self.policy.redis.state.value == "degraded" else "up"

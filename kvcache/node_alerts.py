@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import suppress
 
 import structlog
@@ -16,6 +17,8 @@ from subjects.messages import Alert, Severity
 
 PAUSE_S = 60.0
 KINDS_MAX = 64
+WAITING_MAX = 16
+"""Alerts kept for a bus that is away."""
 
 log = structlog.get_logger(__name__)
 
@@ -28,6 +31,7 @@ class Alerts:
         self._worker = worker
         self._scope = base_name(worker) or worker
         self._said: dict[str, float] = {}
+        self._waiting: deque[Alert] = deque(maxlen=WAITING_MAX)
 
     def say(self, kind: str, text: str, *, severity: Severity = Severity.WARNING, remedy: str = "", **evidence: str) -> bool:
         """Whether it was said; a kind that was said within the last minute is not."""
@@ -45,7 +49,15 @@ class Alerts:
             evidence={"worker": self._worker, **evidence},
             remedy=remedy,
         )
-        if self.bus is not None:
-            with suppress(BusError):
-                self.bus.post(names.alert(severity.value, kind, self._scope), encode(alert))
+        self._waiting.append(alert)
+        self.post()
         return True
+
+    def post(self) -> None:
+        """Sends what waits for the bus."""
+        if self.bus is None or not self.bus.connected:
+            return
+        while self._waiting:
+            alert = self._waiting.popleft()
+            with suppress(BusError):
+                self.bus.post(names.alert(alert.severity.value, alert.kind, alert.scope), encode(alert))

@@ -10,7 +10,7 @@ import asyncio
 import bisect
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import structlog
@@ -58,7 +58,16 @@ log = structlog.get_logger(__name__)
 class Exchange:
     """See the module."""
 
-    def __init__(self, settings: NodeSettings, node: str, tiers: Tiers, models: KnownModels) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        node: str,
+        tiers: Tiers,
+        models: KnownModels,
+        on_dropped: Callable[[KvIdentity, Sequence[bytes]], None] = lambda identity, spans: None,
+    ) -> None:
+        """``on_dropped`` hears which spans the node holds no more."""
+        self._on_dropped = on_dropped
         self._settings = settings
         self._node = node
         self._worker = WorkerId(settings.worker)
@@ -82,13 +91,15 @@ class Exchange:
         self.pulled_blocks = 0
         self.pulled_bytes = 0
 
-    def listen(self) -> None:
-        """Opens the data path.
+    def listen(self, *, alone: bool) -> None:
+        """Opens the data path. ``alone``: no bus will come, so that nothing waits to be told.
 
         Raises:
             OSError: its address cannot be used.
         """
         self.server.open()
+        if alone:
+            self._tasks.spawn(self._tell())
 
     async def join(self, bus: Bus) -> None:
         """Speaks and answers on the bus from now on, also on one that connects later."""
@@ -122,9 +133,11 @@ class Exchange:
             self._tell_once()
 
     def _tell_once(self) -> None:
-        assert self._bus is not None
         now_s = time.monotonic()
         news = self._tiers.holdings.news(SPANS_PER_MESSAGE)
+        for one in news:
+            if one.dropped:
+                self._on_dropped(one.identity, one.dropped)
         if not news and not self._emptied and now_s - self._told_s < self._settings.beat_s:
             return
         self._sequence += 1
@@ -138,6 +151,8 @@ class Exchange:
         )
         self._emptied.clear()
         # Lost when the bus is away: whoever listens misses a number then, and asks for everything.
+        if self._bus is None:
+            return
         with suppress(BusUnavailable):
             self._bus.post(names.kv_index(self._worker), encode(message))
 

@@ -9,6 +9,7 @@ Exit codes: 0 stopped, 2 bad settings, 3 the directory is used by another proces
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -17,9 +18,11 @@ import msgspec
 import structlog
 
 from kvcache.node import Node
-from kvcache.node_settings import NATS_VARIABLE, NodeSettings
+from kvcache.node_settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
 from kvcache.segments import StoreLocked
-from subjects.nats_bus import NatsBus
+from subjects.bus import Bus
+from subjects.errors import CarpoolError
+from subjects.tasks import end_tasks
 
 EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
@@ -37,27 +40,46 @@ async def run(settings: NodeSettings) -> int:
     if settings.exit_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _stdin_told, stop)
     try:
-        node = Node.with_disk(settings)
+        node = Node(settings)
     except StoreLocked as error:
         log.error("the KV node cannot have its directory", error=str(error))
         return EXIT_LOCKED
-    urls = os.environ.get(NATS_VARIABLE, "").split()
-    bus = await NatsBus.connect(urls, name=f"{settings.worker}-kv", wait=True) if urls else None
     try:
-        await node.open(bus)
+        await node.open(alone=not os.environ.get(NATS_VARIABLE))
     except OSError as error:
         log.error("the KV node cannot listen", error=str(error))
         return EXIT_LISTEN
     ready = {"node": node.name, "socket": settings.socket_path, "data": node.exchange.server.address}
     sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
     sys.stdout.flush()
+    joining = loop.create_task(_join(node))
     await stop.wait()
+    await end_tasks([joining])
+    bus = joining.result() if not joining.cancelled() and joining.exception() is None else None
     if settings.exit_with_stdin:
         loop.remove_reader(sys.stdin.fileno())
     await node.close()
     if bus is not None:
         await bus.close()
     return 0
+
+
+async def _join(node: Node) -> Bus | None:
+    """Bus and Redis, once engines are served: their clients take longest to import."""
+    bus: Bus | None = None
+    try:
+        urls = os.environ.get(NATS_VARIABLE, "").split()
+        if urls:
+            module = await asyncio.to_thread(importlib.import_module, "subjects.nats_bus")
+            bus = await module.NatsBus.connect(urls, name=f"{node.settings.worker}-kv", wait=True)
+            await node.join(bus)
+        redis_url = os.environ.get(REDIS_VARIABLE, "")
+        if redis_url:
+            module = await asyncio.to_thread(importlib.import_module, "kvcache.redis_index")
+            node.share(module.RedisIndex(redis_url, node.name, on_lost=node.policy.all_shared))
+    except CarpoolError as error:
+        log.error("the KV node goes without others", error=str(error))
+    return bus
 
 
 def _stdin_told(stop: asyncio.Event) -> None:

@@ -298,7 +298,7 @@ class _Connection:
         """Receives one row; False: it is not kept, and still to be received."""
         if self._tiers.leading(identity, [hash]):
             await self._discard(identity.signature.block_bytes)
-            self._tiers.touch(identity, [hash], replica=self._replica, test=message.use.test)
+            self._tiers.used(identity, [hash], self._replica)
             return True
         block: HostBlock | None = None
         with suppress(TimeoutError):

@@ -10,17 +10,14 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
-from kvcache import codecs
 from kvcache.core.holdings import Held, Holdings
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
-from kvcache.core.shelf import Policy
 from kvcache.host_tier import HostBlock, HostTier, pages_of
 from kvcache.node_messages import checksums
 from kvcache.node_settings import NodeSettings
@@ -34,51 +31,13 @@ DISK_RETRY_S = 30.0
 """A disk that refused is tried again after that long."""
 HOT_RETRY_S = 5.0
 ROOM_TRIES_MAX = 3
+TOLD_S = 2.0
+"""A block that is read so soon after a request's use was told is not used again by it."""
 FREE_SHARE = 0.03
 """Of the arena that is kept free, so that writers seldom wait."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-class DiskOrder:
-    """The store's policy, heard: who left the disk by itself is known here, so that no index goes on naming it.
-
-    The store calls it under its own lock, from any thread.
-    """
-
-    def __init__(self, order: Policy) -> None:
-        self._order = order
-        self._gone: deque[bytes] = deque()
-
-    def take_gone(self) -> list[bytes]:
-        """Blocks that left since the last call; some may have come again."""
-        gone: list[bytes] = []
-        with suppress(IndexError):
-            while True:
-                gone.append(self._gone.popleft())
-        return gone
-
-    def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float) -> None:
-        """See :class:`kvcache.core.shelf.Policy`, here and below."""
-        self._order.add(unit, parent, size_bytes, now_s)
-
-    def touch(self, unit: bytes, now_s: float) -> bool:
-        """It was used."""
-        return self._order.touch(unit, now_s)
-
-    def remove(self, unit: bytes) -> None:
-        """It left."""
-        self._gone.append(unit)
-        self._order.remove(unit)
-
-    def victims(self, bytes_min: int, now_s: float, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
-        """Who makes room."""
-        return self._order.victims(bytes_min, now_s, keep)
-
-    def idle(self, now_s: float, units_max: int = 1000, keep: Callable[[bytes], bool] | None = None) -> list[bytes]:
-        """Who was idle for too long."""
-        return self._order.idle(now_s, units_max, keep)
 
 
 class Keeper(Protocol):
@@ -127,15 +86,16 @@ class Tiers:
         host: HostTier,
         store: KvStore | None,
         *,
-        disk_order: DiskOrder | None = None,
+        take_gone: Callable[[], list[bytes]] = list,
+        holdings: Holdings | None = None,
         keeper: Keeper | None = None,
         on_disk_refused: Callable[[Refusal], None] = lambda refusal: None,
         on_read: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
         self.host = host
         self.store = store
-        self._disk_order = disk_order
-        self.holdings = Holdings()
+        self._take_gone = take_gone
+        self.holdings = holdings if holdings is not None else Holdings()
         self.counts = TierCounts()
         self.codec_of: dict[str, str] = {}
         """By ``KvSignature.model``."""
@@ -207,7 +167,9 @@ class Tiers:
             raise
         now_s = self.now_s()
         for block in found:
-            self.host.order.touch(block.key, now_s)
+            held = self.holdings.get(block.key)
+            if held is not None and now_s - held.used_s > TOLD_S:
+                self.host.order.touch(block.key, now_s)
             self.holdings.used(block.key, now_s, replica)
         self.counts.hits += len(found)
         self.counts.misses += len(hashes) - len(found)
@@ -218,12 +180,11 @@ class Tiers:
         for block in blocks:
             self.host.unpin(block)
 
-    def touch(self, identity: KvIdentity, hashes: Sequence[bytes], *, replica: ReplicaId | None, test: bool) -> None:
-        """A request uses these blocks, of one chain in its order."""
+    def used(self, identity: KvIdentity, hashes: Sequence[bytes], replica: ReplicaId | None = None) -> None:
+        """A request uses these blocks, of one chain in its order; ``replica``: an engine that has them itself now."""
         now_s = self.now_s()
         prefix = identity.key
         for hash in hashes:
-            self.host.order.touch(prefix + hash, now_s, test=test)
             self.holdings.used(prefix + hash, now_s, replica)
         if self.store is not None:
             self.store.touch(identity, hashes, time.time())
@@ -318,6 +279,11 @@ class Tiers:
             await self._demote(settled)
             await self._write(self.store.sweep, time.time())
             self.reconcile()
+        for block in self.host.idle(now_s, self._keeper.pinned):
+            if self._keeper.needed(block) and not block.on_disk:
+                self.host.stay(block, now_s)
+            else:
+                self._forget(block)
         free = int(self.host.bytes_max * FREE_SHARE)
         if self.host.bytes_free < free:
             await self.make_room(free)
@@ -390,9 +356,9 @@ class Tiers:
 
     def reconcile(self) -> None:
         """Blocks that the store dropped by itself are no longer believed to be there."""
-        if self.store is None or self._disk_order is None:
+        if self.store is None:
             return
-        for key in self._disk_order.take_gone():
+        for key in self._take_gone():
             held = self.holdings.get(key)
             if held is not None and held.disk and not self.store.leading(held.identity, [held.hash]):
                 self.holdings.left(key, KvTier.DISK)
@@ -477,9 +443,7 @@ class Tiers:
             stored = self._stored(identity, block.hash)
             if stored is None:
                 break
-            try:
-                decode_into(block, *stored)
-            except codecs.CodecError:
+            if not decoded(block, *stored):
                 break
             sums.append(checksums_of(block))
         return sums
@@ -545,6 +509,8 @@ class Tiers:
             if codec == "none":
                 stored.append(StoredBlock(block.hash, block.parent, block.views))
                 continue
+            from kvcache import codecs  # with numpy: only for those who want it
+
             payload = codecs.encode(identity.signature, raw_of(block), codec)
             stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
         result = self.store.put(identity, stored, time.time())
@@ -561,21 +527,21 @@ def checksums_of(block: HostBlock) -> bytes:
     return b"".join([checksums(view) for view in block.views])
 
 
-def decode_into(block: HostBlock, payload: memoryview, codec: str) -> None:
-    """Fills a reserved block from an encoded payload.
+def decoded(block: HostBlock, payload: memoryview, codec: str) -> bool:
+    """Fills a reserved block from an encoded payload; False: the payload is corrupt."""
+    from kvcache import codecs
 
-    Raises:
-        CodecError: the payload is corrupt.
-    """
-    if len(block.views) == 1:
-        codecs.decode(block.identity.signature, payload, codec, block.views[0])
-        return
-    scratch = memoryview(bytearray(block.size))
-    codecs.decode(block.identity.signature, payload, codec, scratch)
-    at = 0
-    for view in block.views:
-        view[:] = scratch[at : at + len(view)]
-        at += len(view)
+    scratch = block.views[0] if len(block.views) == 1 else memoryview(bytearray(block.size))
+    try:
+        codecs.decode(block.identity.signature, payload, codec, scratch)
+    except codecs.CodecError:
+        return False
+    if len(block.views) > 1:
+        at = 0
+        for view in block.views:
+            view[:] = scratch[at : at + len(view)]
+            at += len(view)
+    return True
 
 
 def _one_batch(blocks: Sequence[HostBlock]) -> list[HostBlock]:

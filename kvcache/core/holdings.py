@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.core.identity import KvIdentity, KvSignature, blocks_per_span
@@ -34,6 +34,8 @@ class Held:
     used_s: float = 0.0
     replica: ReplicaId | None = None
     """Whose engine wrote or read it last."""
+    span: bytes = b""
+    """Key of the span that it was used in last, for hotness."""
     children: list[bytes] = field(default_factory=list)
 
     @property
@@ -206,11 +208,7 @@ class Holdings:
 
     def told(self, cursor: bytes, spans_max: int) -> tuple[list[SpanNews], bytes]:
         """What the index was told and still holds: a page after ``cursor``, and the cursor of the next, empty at the end."""
-        if self._sorted is None:
-            self._sorted = sorted(self._told)
-        keys = self._sorted
-        start = _after(keys, cursor)
-        page = keys[start : start + spans_max]
+        page, after = self.told_page(cursor, spans_max)
         spans: dict[bytes, list[KvSpan]] = {}
         identities: dict[bytes, KvIdentity] = {}
         for key in page:
@@ -218,7 +216,19 @@ class Holdings:
             identities[identity.key] = identity
             spans.setdefault(identity.key, []).append(span)
         news = [SpanNews(identity, tuple(spans[key]), ()) for key, identity in identities.items()]
-        return news, page[-1] if len(page) == spans_max else b""
+        return news, after
+
+    def told_page(self, cursor: bytes, spans_max: int) -> tuple[list[bytes], bytes]:
+        """Keys of spans that were told, a page after ``cursor``, and the cursor of the next, empty at the end."""
+        if self._sorted is None:
+            self._sorted = sorted(self._told)
+        start = bisect.bisect_right(self._sorted, cursor) if cursor else 0
+        page = self._sorted[start : start + spans_max]
+        return page, page[-1] if len(page) == spans_max else b""
+
+    def told_keys(self) -> list[bytes]:
+        """Keys of all spans that were told."""
+        return list(self._told)
 
     def tell_again(self, weights_hash: str, signature: KvSignature) -> None:
         """All spans of these weights in this layout are news again: by now it is known which models they are of."""
@@ -296,12 +306,3 @@ class Holdings:
             host = host and block.host
             block = self._blocks.get(last.identity.key + block.parent) if block.parent else None
         return KvSpan(span=last.hash, depth=last.depth, tier=KvTier.HOST if host else KvTier.DISK, replica=last.replica)
-
-
-def _after(keys: Sequence[bytes], cursor: bytes) -> int:
-    return bisect.bisect_right(keys, cursor) if cursor else 0
-
-
-def bytes_of(blocks: Iterable[Held]) -> int:
-    """Of these blocks together, raw."""
-    return sum(block.size for block in blocks)

@@ -300,8 +300,10 @@ def test_an_engine_that_dies_in_a_write_leaves_nothing(node: NodeProcess) -> Non
     attach = frame(Attach(model_hash=MODEL_HASH, weights_hash=WEIGHTS_HASH, signature=SIGNATURE, replica="x"))
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(node.path)
+        sock.sendall(attach)
+        _take(sock)
         head = frame(Write(number=1, salt=SALT, parent=b"", hashes=joined(hashes)), 2 * BLOCK_BYTES)
-        sock.sendall(attach + head + bytes(rows(hashes))[: BLOCK_BYTES + 100])
+        sock.sendall(head + bytes(rows(hashes))[: BLOCK_BYTES + 100])
     client = node.client()
     end_s = time.monotonic() + 10
     while client.read(SALT, hashes, room(2)) != 1:

@@ -18,6 +18,7 @@ from kvcache.node_messages import Closed, Open, frame
 from subjects import names
 from subjects.bus import BusMessage
 from subjects.codec import decode, encode
+from subjects.errors import BusError
 from subjects.ids import WorkerId
 from subjects.messages import KvAsk, KvIndexed, KvOffer, KvSnapshot, KvTier
 from subjects.nats_bus import NatsBus
@@ -102,9 +103,24 @@ async def known(node: NodeProcess, hashes: list[bytes], blocks: int) -> None:
         await asyncio.sleep(0.05)
 
 
+async def answering(bus: NatsBus, *nodes: NodeProcess) -> None:
+    """Waits until nodes answer on the bus, which they join once they serve their hosts."""
+    for node in nodes:
+        end_s = time.monotonic() + 20
+        while True:
+            try:
+                ask = KvAsk(worker=WorkerId("asker-1"), snapshot=True)
+                await bus.request(names.kv_ask(WorkerId(node.worker)), encode(ask), timeout_s=1)
+                break
+            except BusError:
+                assert time.monotonic() < end_s
+                await asyncio.sleep(0.05)
+
+
 async def test_the_index_hears_whole_spans_and_who_computed_them(pair: Pair, bus: NatsBus) -> None:
     """20 blocks are two spans of 8 (KVC-2); a reset of the engine and a drop are told, a snapshot says the same (F8)."""
     source = pair[0]
+    await answering(bus, source)
     heard: list[KvIndexed] = []
 
     def take(message: BusMessage) -> None:
@@ -196,6 +212,7 @@ async def test_what_is_computed_faster_is_not_fetched(pair: Pair) -> None:
 async def test_all_chains_of_a_model_migrate_by_small_messages(pair: Pair, bus: NatsBus) -> None:
     """``pull`` brings what the source holds of a model, of all tenants, from memory and disk; offers are small (KVC-4)."""
     source, target = pair
+    await answering(bus, source, target)
     for node in pair:
         questions = node.questions()
         await questions.evict("tests", 1.0)
@@ -249,6 +266,7 @@ def _open(address: str, data: bytes) -> bytes:
 async def test_only_the_token_of_this_chain_opens_it(pair: Pair, bus: NatsBus) -> None:
     """Forged, altered, borrowed and missing tokens, and nonsense, get no byte and hurt nobody (SEC-1)."""
     source, _ = pair
+    await answering(bus, source)
     mine, other = chain(30, 4), chain(31, 4)
     for one in (mine, other):
         await asyncio.to_thread(write, source, one)
@@ -285,6 +303,7 @@ async def test_a_token_expires(shared_nats_server: NatsServer, bus: NatsBus, tmp
     """A token of an offer that is too old opens nothing."""
     source = NodeProcess(tmp_path, "expiring-1", shared_nats_server.url, offer_s=0.05)
     try:
+        await answering(bus, source)
         hashes = chain(1, 3)
         await asyncio.to_thread(write, source, hashes)
         offer = await _offer(bus, source, hashes)
@@ -296,13 +315,16 @@ async def test_a_token_expires(shared_nats_server: NatsServer, bus: NatsBus, tmp
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-async def test_a_source_that_goes_mid_transfer(how: str, shared_nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_a_source_that_goes_mid_transfer(
+    how: str, shared_nats_server: NatsServer, bus: NatsBus, tmp_path: Path
+) -> None:
     """kill -9 and SIGSTOP in the middle of a pull: it ends within its deadline, and what came whole is right (KVC-4)."""
     slow: dict[str, Any] = {"data_bytes_per_s_max": 4_000_000, "pull_batch_bytes": 4 * BLOCK_BYTES}
     source = NodeProcess(tmp_path, f"{how}-source", shared_nats_server.url, **slow)
     target = NodeProcess(tmp_path, f"{how}-target", shared_nats_server.url, **slow)
     questions = target.questions()
     try:
+        await answering(bus, source, target)
         hashes = chain(1, 400)
         await asyncio.to_thread(write, source, hashes)
         pull = asyncio.create_task(questions.pull("tests", WorkerId(source.worker), deadline_s=4.0))
@@ -355,8 +377,7 @@ async def test_a_node_that_starts_again_is_another_and_tells_of_its_disk(
         )
         assert {one.node for one in heard} == {node.node}
         assert {span.tier for one in heard for model in one.models for span in model.held} == {KvTier.DISK}
-        offer = await _offer(bus, node, hashes)
-        assert offer.blocks == 24
+        assert (await _offer(bus, node, hashes)).blocks == 24
     finally:
         await subscription.stop()
         assert node.stop() == 0
