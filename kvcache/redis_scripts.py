@@ -12,7 +12,7 @@ Keys, all under one prefix:
 The scripts find the nodes' keys from the list of nodes, so all keys must lie on one server: with a Redis cluster use a
 prefix with a hash tag, such as ``{kv}:``.
 
-Commands: EVALSHA, SCRIPT LOAD, PING, INFO (optional), ZMSCORE; in scripts HGET HSET HDEL HMGET HKEYS HGETALL
+Commands: EVALSHA, SCRIPT LOAD, PING, INFO (optional), ZMSCORE; in scripts HGET HSET HDEL HEXISTS HMGET HKEYS HGETALL
 HLEN HSCAN ZADD (with GT) ZREM ZREMRANGEBYSCORE ZPOPMIN ZCARD ZRANGE ZRANGEBYSCORE TYPE TIME EXISTS SET PEXPIRE UNLINK.
 Redis 7 or Valkey 7.2 and later have all of them.
 """
@@ -155,7 +155,7 @@ local lease_prefix, hotness_prefix, spans_prefix = ARGV[7], ARGV[8], ARGV[9]
 local time = redis.call('TIME')
 local known, full, dead, same = 0, 0, {}, {}
 if redis.call('HGET', nodes_key, node) == mark then known = 1 end
-if known == 0 and redis.call('HLEN', nodes_key) >= nodes_max then
+if known == 0 and redis.call('HEXISTS', nodes_key, node) == 0 and redis.call('HLEN', nodes_key) >= nodes_max then
   full = 1
 else
   -- A server without memory still lets what is there live longer, so the lease outlasts its trouble.
@@ -187,6 +187,11 @@ SWEEP: Final = (
 -- KEYS nodes, lease of the dead node, hotness, spans of the dead node. Returns {next cursor, removed}; '-' when it lives.
 local dead, model, cursor, count, spans_prefix = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 if redis.call('EXISTS', KEYS[2]) == 1 then return {'-', 0} end
+-- From the first step on it counts as swept: should it wake up in the middle, it finds its mark gone and tells all again.
+-- (The name of its worker stays. HDEL comes first since a server without memory refuses an HSET that does.)
+local mark = redis.call('HGET', KEYS[1], dead)
+redis.call('HDEL', KEYS[1], dead)
+if mark then redis.call('HSET', KEYS[1], dead, 'swept' .. (string.match(mark, ' .*$') or ' ')) end
 if redis.call('TYPE', KEYS[4]).ok ~= 'hash' then
   redis.call('UNLINK', KEYS[4])
   return {'0', 0}

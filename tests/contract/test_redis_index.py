@@ -14,6 +14,7 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
+from kvcache import redis_scripts as scripts
 from kvcache.redis_index import Held, IndexState, RedisIndex, RedisIndexSettings, SpanAccess
 from subjects.errors import ConfigError
 from subjects.ids import ModelHash
@@ -257,6 +258,25 @@ async def test_a_node_that_was_swept_while_it_slept_tells_all_again(nodes: Nodes
     await told(one)
     assert await names(one, ONE, 1, 2, 3) == {1: ["a-1"], 2: ["a-1"], 3: ["a-1"]}
     assert one.counts.lost == 1
+
+
+async def test_a_node_that_wakes_up_while_it_is_swept_tells_all_again(nodes: Nodes, client: Any) -> None:
+    """A sweep takes many steps; whoever it stops at is not left with half of what it holds."""
+    held = [(ONE, span(number), access(number)) for number in range(2000)]
+    one = await nodes.start("a-1", lease_s=600, on_lost=lambda: held)
+    for entry in held:
+        one.note(*entry)
+    await told(one)
+    await client.delete("cache:node:a-1")
+    keys = ("cache:spans:nodes", "cache:node:a-1", one.hotness_key(ONE), one.spans_key(ONE))
+    step = await client.eval(scripts.SWEEP, 4, *keys, "a-1", ONE, "0", 16, "cache:spans:")
+    assert step[0] != b"0" and 0 < step[1] < 2000
+    one.note(*held[0])
+    await until(lambda: one.counts.resyncs == 1)
+    await told(one)
+    assert await client.zcard(one.hotness_key(ONE)) == 2000 and await client.hlen(one.spans_key(ONE)) == 2001
+    step = await client.eval(scripts.SWEEP, 4, *keys, "a-1", ONE, step[0], 16, "cache:spans:")
+    assert step == [b"-", 0], "it lives"
 
 
 async def test_a_flushed_server_is_filled_again_in_batches(nodes: Nodes, client: Any) -> None:
