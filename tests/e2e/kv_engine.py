@@ -45,7 +45,10 @@ class HurtEngine(ServedEngine):
         return {"held": await asyncio.to_thread(self._reading.wait, HELD_S_MAX)}
 
     async def release(self) -> dict[str, Any]:
-        """Reads go on, and are not held again."""
-        del self.worker().loader._client.read
+        """Reads go on, and are not held again; answers once the one that was held is over."""
+        loader = self.worker().loader
+        del loader._client.read
         self._released.set()
+        while loader._current is not None:
+            await asyncio.sleep(0.005)
         return {}
