@@ -33,6 +33,10 @@ class Write:
         self.blocks.append((block, payload_bytes, pages))
         self.pages += pages
 
+    def goes_on_at(self, segment: Segment, slot: int) -> bool:
+        """Whether these are the slots after its own."""
+        return segment is self.segment and slot == self.first_slot + self.pages
+
     def start(self, files: SegmentFiles, pool: ThreadPoolExecutor | None) -> None:
         """In a thread of the pool; without one, when it is waited for."""
         self._files = files
@@ -52,12 +56,13 @@ class Write:
         self._files.write_pages(self.segment, self.first_slot, [block.pages for block, _, _ in self.blocks])
         return checksums
 
-    def entries(self, checksums: Sequence[bytes], now_s: float) -> list[BlockEntry]:
+    def entries(self, checksums: Sequence[bytes], times_s: Sequence[float]) -> list[BlockEntry]:
+        """Of its blocks, each with its time."""
         entries: list[BlockEntry] = []
         slot = self.first_slot
-        for (block, payload_bytes, pages), packed in zip(self.blocks, checksums, strict=True):
+        for (block, payload_bytes, pages), packed, time_s in zip(self.blocks, checksums, times_s, strict=True):
             # Copies of the names: they stay in memory, whatever they were cut from does not.
-            entries.append(BlockEntry(bytes(block.hash), bytes(block.parent), slot, int(now_s), payload_bytes, packed))
+            entries.append(BlockEntry(bytes(block.hash), bytes(block.parent), slot, int(time_s), payload_bytes, packed))
             slot += pages
         return entries
 
@@ -70,6 +75,7 @@ class Read:
         self.first_slot = first_slot
         self.blocks: list[Block[Segment]] = []
         self._into: list[Sequence[memoryview]] = []
+        self._slots: list[int] = []
         self._pages = 0
 
     def goes_on_with(self, block: Block[Segment]) -> bool:
@@ -82,7 +88,12 @@ class Read:
     def add(self, block: Block[Segment], into: Sequence[memoryview]) -> None:
         self.blocks.append(block)
         self._into.append(into)
+        self._slots.append(self.first_slot + self._pages)
         self._pages += block.pages
+
+    def at(self, index: int) -> tuple[Block[Segment], Segment, int]:
+        """A block and where it lay when it was read."""
+        return self.blocks[index], self.segment, self._slots[index]
 
     def run(self, files: SegmentFiles) -> int:
         """How many of the blocks, from the first on, are read and verified."""
@@ -96,14 +107,12 @@ class Read:
         return self._verified()
 
     def _one_by_one(self, files: SegmentFiles) -> int:
-        slot = self.first_slot
-        for index, (into, block) in enumerate(zip(self._into, self.blocks, strict=True)):
+        for index, (into, block, slot) in enumerate(zip(self._into, self.blocks, self._slots, strict=True)):
             try:
                 if not files.read_pages(self.segment, slot, [(into, block.pages)]):
                     return min(index, self._verified())
             except OSError:
                 return min(index, self._verified())
-            slot += block.pages
         return self._verified()
 
     def _verified(self) -> int:

@@ -47,6 +47,11 @@ class KeptBudget:
         """As of the last write."""
         return None if self._bucket.bytes_per_day_max is None else int(self._bucket.left)
 
+    def left_at(self, now_s: float) -> int | None:
+        """As of now."""
+        self._bucket.refill(now_s)
+        return self.left_bytes
+
     def take(self, wanted_bytes: int, now_s: float) -> bool:
         if not self._bucket.take(wanted_bytes, now_s):
             return False

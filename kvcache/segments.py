@@ -23,6 +23,7 @@ from kvcache.core.identity import PAGE_BYTES
 from kvcache.kvc_format import (
     ENTRY_BYTES,
     HEADER_BYTES,
+    SEGMENT_BYTES_MAX,
     SLOTS_MAX,
     SUFFIX,
     FormatError,
@@ -47,6 +48,7 @@ _PUNCH = 0x01 | 0x02
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _PROBE = "probe.tmp"
+_OURS = (SUFFIX, ".tmp", ".budget", ".msgpack")
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -226,6 +228,12 @@ class SegmentFiles:
             gaps.append((at, SLOTS_MAX - at))
         with contextlib.suppress(OSError):
             self.erase(segment, gaps)
+
+    def entries(self, segment: Segment) -> Scan:
+        """What the entries of a segment say now."""
+        with self._opened(segment) as opened:
+            data = os.pread(opened.cached, ENTRY_BYTES * segment.next_slot, HEADER_BYTES)
+        return decode_entries(segment.header, data, SEGMENT_BYTES_MAX)
 
     def create(self, header: Header) -> Segment:
         """A new file with its header in it."""
@@ -409,7 +417,7 @@ def _make_private(fd: int, directory: Path) -> None:
     """Nobody else may look into it; a directory that holds other things than a store is left as it is, and refused."""
     if not os.fstat(fd).st_mode & 0o077:
         return
-    others = [name for name in os.listdir(fd) if not name.endswith((SUFFIX, ".tmp", ".budget"))]
+    others = [name for name in os.listdir(fd) if not name.endswith(_OURS)]
     if others:
         raise StoreRefused(f"KV directory {directory} is open to others and holds {others[0]}; give one of its own")
     try:

@@ -10,22 +10,19 @@ a page that is not what its entry says is dropped when it is read.
 
 from __future__ import annotations
 
-import errno
-import itertools
-import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvcache.chunks import CHUNK_PAGES, Read, Write, in_pages, payload_of
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.core.shelf import Block, Policy, Rules, Shelf, pages_of
-from kvcache.kept_budget import BUDGET_FILE, KeptBudget
-from kvcache.kvc_format import BlockEntry, Header, encode_entries
-from kvcache.segments import Scanned, Segment, SegmentFiles
+from kvcache.kept_budget import KeptBudget
+from kvcache.kvc_format import BlockEntry, encode_entries
+from kvcache.rooms import Rooms, why
+from kvcache.segments import Segment, SegmentFiles
 from kvcache.segments import StoreLocked as StoreLocked
 from kvcache.segments import StoreRefused as StoreRefused
 from kvcache.stored import Evicted as Evicted
@@ -35,10 +32,10 @@ from kvcache.stored import Refusal as Refusal
 from kvcache.stored import StoredBlock as StoredBlock
 from kvcache.stored import StoredForm as StoredForm
 from kvcache.stored import StoreStats as StoreStats
+from kvcache.tidying import tidy
 
 UNSYNCED_BYTES_MAX = 64 * 2**20
 CLOSE_S_MAX = 60.0
-FINDINGS_MAX = 256
 _THREADS = 2
 _CHUNKS_AHEAD_MAX = 3
 
@@ -52,28 +49,17 @@ class KvStore:
     opening, blocks that were written longer ago than ``hot_s`` count as used that long ago, in the order of their writing.
     """
 
-    def __init__(self, files: SegmentFiles, shelf: Shelf[Segment], budget: KeptBudget, bytes_max: int) -> None:
+    def __init__(self, rooms: Rooms) -> None:
         """By ``open`` only."""
-        self._files = files
-        self._shelf = shelf
-        self._budget = budget
-        self._bytes_max = bytes_max
-        self._lock = threading.RLock()
-        self._quiet = threading.Condition(self._lock)
+        self._rooms = rooms
+        self._quiet = threading.Condition(rooms.lock)
         self._busy = 0
         self._closed = False
         self._writers = ThreadPoolExecutor(_THREADS, "kv-store-write")
         self._readers = ThreadPoolExecutor(_THREADS, "kv-store-read")
         self._syncer = ThreadPoolExecutor(1, "kv-store-sync")
         self._syncing: Future[None] | None = None
-        self._segments: dict[str, Segment] = {}
-        self._growing: dict[tuple[bytes, str], Segment] = {}
-        """The segment that new blocks of an identity in a codec go to."""
-        self._bytes_used = 0
         self._unsynced_bytes = 0
-        self._findings: deque[Finding] = deque(maxlen=FINDINGS_MAX)
-        self._counts = _Counts()
-        self._read_only = files.read_only
 
     @classmethod
     def open(
@@ -98,106 +84,52 @@ class KvStore:
         files = SegmentFiles(directory)
         try:
             shelf: Shelf[Segment] = Shelf(Rules(hot_s, idle_s_max), policy)
-            store = cls(files, shelf, KeptBudget(files, write_bytes_per_day_max, now_s), bytes_max)
-            store._take_over(now_s)
+            rooms = Rooms(files, shelf, KeptBudget(files, write_bytes_per_day_max, now_s), bytes_max)
+            rooms.take_over(now_s)
         except OSError as error:
             files.close()
-            raise StoreRefused(f"KV directory {directory}: {_why(error)}; give another directory") from None
+            raise StoreRefused(f"KV directory {directory}: {why(error)}; give another directory") from None
         except BaseException:
             files.close()
             raise
-        return store
-
-    def _take_over(self, now_s: float) -> None:
-        found: list[tuple[BlockEntry, Segment]] = []
-        if self._budget.damaged:
-            self._find("budget_file", BUDGET_FILE, "not readable; the budget counts as used up")
-        for scanned in self._files.scan():
-            found += self._scanned(scanned)
-        found.sort(key=lambda one: (one[0].time_s, one[1].name, one[0].first_slot))
-        hot_s = self._shelf.rules.hot_s
-        for time_s, group in itertools.groupby(found, key=lambda one: one[0].time_s):
-            used_s = max(min(float(time_s), now_s), now_s - hot_s)
-            together: list[_Block] = []
-            for entry, segment in group:
-                if self._shelf.find(segment.header.identity, entry.hash):
-                    self._erase(segment, [(entry.first_slot, entry.pages)], 1)
-                else:
-                    together.append(self._shelve(segment, entry, used_s))
-            self._shelf.use(together, used_s)
-        if not self._files.read_only:
-            self._make_room(0, now_s + hot_s)
-
-    def _scanned(self, scanned: Scanned) -> Iterator[tuple[BlockEntry, Segment]]:
-        segment, scan = scanned.segment, scanned.scan
-        if segment is None or scan is None:
-            self._counts.set_aside += 1
-            self._find(scanned.kind, scanned.name, scanned.detail)
-            if scanned.kind in ("damaged", "version"):
-                self._unlink(scanned.name)
-            return
-        if scan.torn:
-            self._find("torn", scanned.name, f"{scan.torn} entries of no whole block")
-        if scan.truncated:
-            self._find("truncated", scanned.name, f"{scan.truncated} blocks past the end of the file")
-        if not scan.blocks:
-            self._unlink(scanned.name)
-            return
-        self._segments[segment.name] = segment
-        self._bytes_used += segment.bytes_used
-        if segment.room:
-            self._growing[segment.header.identity.key, segment.header.codec] = segment
-        for entry in scan.blocks:
-            yield entry, segment
-
-    def _shelve(self, segment: Segment, entry: BlockEntry, used_s: float) -> _Block:
-        return self._shelf.add(
-            segment.header.identity,
-            entry.hash,
-            entry.parent,
-            segment,
-            entry.first_slot,
-            entry.payload_bytes,
-            entry.checksums,
-            used_s,
-        )
+        return cls(rooms)
 
     # Looking up
 
     def leading(self, identity: KvIdentity, hashes: Sequence[bytes]) -> int:
         """How many blocks from the first hash on are here. Reads nothing, counts as no use."""
-        with self._lock:
-            return len(self._shelf.leading(identity, hashes))
+        with self._rooms.lock:
+            return len(self._rooms.shelf.leading(identity, hashes))
 
     def forms(self, identity: KvIdentity, hashes: Sequence[bytes]) -> list[StoredForm]:
         """The forms of those leading blocks, so that a reader can make room."""
-        with self._lock:
-            return [_form(block) for block in self._shelf.leading(identity, hashes)]
+        with self._rooms.lock:
+            return [_form(block) for block in self._rooms.shelf.leading(identity, hashes)]
 
     def chain(self, identity: KvIdentity, head: bytes) -> list[bytes]:
         """The hashes from the first block to ``head``, or from the earliest ancestor that is here without a gap.
 
         Whole if ``parent(identity, hashes[0])`` is ``b""``. Empty where ``head`` is not here.
         """
-        with self._lock:
-            return self._shelf.chain(identity, head)
+        with self._rooms.lock:
+            return self._rooms.shelf.chain(identity, head)
 
     def parent(self, identity: KvIdentity, hash: bytes) -> bytes | None:
         """``b""`` for a first block; ``None`` for one that is not here."""
-        with self._lock:
-            block = self._shelf.find(identity, hash)
+        with self._rooms.lock:
+            block = self._rooms.shelf.find(identity, hash)
             return block.parent if block else None
 
     def held(self) -> list[tuple[KvIdentity, list[bytes]]]:
         """All blocks of each identity, in the order in which they came: for an index that is built anew."""
-        with self._lock:
-            return [(owner.identity, list(owner.blocks)) for owner in self._shelf.owners()]
+        with self._rooms.lock:
+            return [(owner.identity, list(owner.blocks)) for owner in self._rooms.shelf.owners()]
 
     def touch(self, identity: KvIdentity, hashes: Sequence[bytes], now_s: float) -> int:
         """These blocks, of one chain in its order, are used now; how many of them are here."""
-        with self._lock:
-            found = [block for hash in hashes if (block := self._shelf.find(identity, hash))]
-            self._shelf.use(found, now_s)
+        with self._rooms.lock:
+            found = [block for hash in hashes if (block := self._rooms.shelf.find(identity, hash))]
+            self._rooms.shelf.use(found, now_s)
             return len(found)
 
     # Writing
@@ -221,7 +153,7 @@ class KvStore:
             while todo and refused is None and len(under_way) < _CHUNKS_AHEAD_MAX:
                 step, refused = self._next_step(identity, todo, now_s)
                 if isinstance(step, Write):
-                    step.start(self._files, None if not todo and not under_way else self._writers)
+                    step.start(self._rooms.files, None if not todo and not under_way else self._writers)
                 if step is not None:
                     under_way.append(step)
             if not under_way:
@@ -239,11 +171,11 @@ class KvStore:
         for step in under_way:
             if isinstance(step, Write):
                 self._finish(step, now_s, kept, give_up=True)
-        with self._lock:
-            self._shelf.use(kept, now_s)
-            held = next((index for index, block in enumerate(kept) if not self._shelf.holds(block)), len(kept))
+        with self._rooms.lock:
+            self._rooms.shelf.use(kept, now_s)
+            held = next((index for index, block in enumerate(kept) if not self._rooms.shelf.holds(block)), len(kept))
             if refused:
-                count = self._counts.refused
+                count = self._rooms.counts.refused
                 count[refused.value] = count.get(refused.value, 0) + len(blocks) - len(kept)
         return PutResult(held, written, written_bytes, refused)
 
@@ -251,58 +183,33 @@ class KvStore:
         self, identity: KvIdentity, todo: deque[StoredBlock], now_s: float
     ) -> tuple[Write | _Block | None, Refusal | None]:
         """A block that is here already, or new ones for slots next to each other of one segment, which are reserved."""
-        with self._lock:
-            known = self._shelf.find(identity, todo[0].hash)
+        with self._rooms.lock:
+            known = self._rooms.shelf.find(identity, todo[0].hash)
             if known:
                 todo.popleft()
-                self._shelf.use([known], now_s)
+                self._rooms.shelf.use([known], now_s)
                 return known, None
             write: Write | None = None
             while todo and (write is None or write.pages < CHUNK_PAGES):
                 block = todo[0]
-                if write and self._shelf.find(identity, block.hash):
+                if write and self._rooms.shelf.find(identity, block.hash):
                     break
                 payload_bytes = payload_of(block)
                 if payload_bytes is None:
                     return write, Refusal.INVALID
                 pages = pages_of(payload_bytes)
-                growing = self._growing.get((identity.key, block.codec))
-                fits = growing is not None and growing.room >= pages
-                if write and not (fits and growing is write.segment):
+                if write and not self._rooms.fits(write.segment, identity, block.codec, pages):
                     break
-                refused = self._make_room((pages + (0 if fits else 1)) * PAGE_BYTES, now_s)
-                if refused is None and not self._budget.take(pages * PAGE_BYTES, now_s):
-                    refused = Refusal.BUDGET
-                if refused:
-                    return write, refused
-                if growing is None or not fits:
-                    made = self._grow(identity, block.codec, now_s)
-                    if isinstance(made, Refusal):
-                        self._budget.give_back(pages * PAGE_BYTES)
-                        return write, made
-                    growing = made
+                place = self._rooms.reserve(identity, block.codec, pages, now_s)
+                if isinstance(place, Refusal):
+                    return write, place
+                segment, slot = place
                 if write is None:
-                    write = Write(growing, growing.next_slot)
-                    growing.pins += 1
+                    write = Write(segment, slot)
+                    segment.pins += 1
                 write.add(block, payload_bytes, pages)
-                growing.next_slot += pages
-                growing.pages += pages
-                self._bytes_used += pages * PAGE_BYTES
                 todo.popleft()
             return write, None
-
-    def _grow(self, identity: KvIdentity, codec: str, now_s: float) -> Segment | Refusal:
-        """A new segment for an identity and codec."""
-        header = Header(identity=identity, codec=codec, serial=os.urandom(8), created_s=now_s)
-        try:
-            segment = self._files.create(header)
-        except OSError as error:
-            return self._failed(error, header.file_name)
-        except ValueError:
-            return Refusal.INVALID
-        self._segments[segment.name] = self._growing[identity.key, codec] = segment
-        self._bytes_used += segment.bytes_used
-        return segment
 
     def _finish(self, write: Write, now_s: float, kept: list[_Block], *, give_up: bool) -> Refusal | None:
         """Waits until the pages are written, then writes their entries: from then on the blocks are there."""
@@ -312,28 +219,26 @@ class KvStore:
         try:
             checksums = write.wait()
             if not give_up:
-                entries = write.entries(checksums, now_s)
-                self._files.write_entries(
+                entries = write.entries(checksums, [now_s] * len(write.blocks))
+                self._rooms.files.write_entries(
                     segment, write.first_slot, b"".join(encode_entries(segment.header, e) for e in entries)
                 )
         except OSError as error:
-            refused = self._failed(error, segment.name)
+            refused = self._rooms.failed(error, segment.name)
             entries = []
-        with self._lock:
+        with self._rooms.lock:
             if not entries:
-                self._budget.give_back(write.pages * PAGE_BYTES)
-                self._growing.pop((segment.header.identity.key, segment.header.codec), None)
-                self._erase(segment, [(write.first_slot, write.pages)], 0)
+                self._rooms.give_up(write)
             for entry in entries:
-                segment.blocks += 1
-                other = self._shelf.find(segment.header.identity, entry.hash)
+                other = self._rooms.shelf.find(segment.header.identity, entry.hash)
                 if other:  # another thread wrote it meanwhile
-                    self._erase(segment, [(entry.first_slot, entry.pages)], 1)
-                kept.append(other or self._shelve(segment, entry, now_s))
-            self._unpin(segment)
+                    self._rooms.erase(segment, [(entry.first_slot, entry.pages)], 0)
+                kept.append(other or self._rooms.shelve(segment, entry, now_s))
+                segment.blocks += other is None
+            self._rooms.unpin(segment)
             if entries:
-                self._read_only = False
-                self._counts.written_bytes += write.pages * PAGE_BYTES
+                self._rooms.read_only = False
+                self._rooms.counts.written_bytes += write.pages * PAGE_BYTES
                 self._unsynced_bytes += write.pages * PAGE_BYTES
             due = self._unsynced_bytes >= UNSYNCED_BYTES_MAX
         if due:
@@ -350,7 +255,7 @@ class KvStore:
 
     def _sync_behind(self) -> None:
         """Syncs while more is written; waits for the sync before, so that what is not synced stays bounded."""
-        with self._lock:
+        with self._rooms.lock:
             before, self._syncing = self._syncing, Future()
             done = self._syncing
         if before:
@@ -365,19 +270,19 @@ class KvStore:
         self._syncer.submit(sync)
 
     def _sync(self) -> None:
-        with self._lock:
+        with self._rooms.lock:
             self._unsynced_bytes = 0
-            segments = [segment for segment in self._segments.values() if segment.unsynced]
+            segments = [segment for segment in self._rooms.segments.values() if segment.unsynced]
             for segment in segments:
                 segment.pins += 1
         for segment in segments:
             try:
-                self._files.sync(segment)
+                self._rooms.files.sync(segment)
             except OSError as error:
-                self._failed(error, segment.name)
-        with self._lock:
+                self._rooms.failed(error, segment.name)
+        with self._rooms.lock:
             for segment in segments:
-                self._unpin(segment)
+                self._rooms.unpin(segment)
 
     # Reading
 
@@ -402,8 +307,8 @@ class KvStore:
         self, identity: KvIdentity, hashes: Sequence[bytes], into: Sequence[Sequence[memoryview]], now_s: float
     ) -> list[StoredForm]:
         reads: list[Read] = []
-        with self._lock:
-            for block, room in zip(self._shelf.leading(identity, hashes), into, strict=False):
+        with self._rooms.lock:
+            for block, room in zip(self._rooms.shelf.leading(identity, hashes), into, strict=False):
                 if sum(len(buffer) for buffer in room) < block.payload_bytes or not in_pages(room):
                     break
                 if not (reads and reads[-1].goes_on_with(block)):
@@ -411,166 +316,89 @@ class KvStore:
                     block.place.pins += 1
                 reads[-1].add(block, room)
         verified: list[_Block] = []
-        bad: _Block | None = None
+        bad: tuple[_Block, Segment, int] | None = None
         if len(reads) > 1:
-            futures = [self._readers.submit(read.run, self._files) for read in reads]
+            futures = [self._readers.submit(read.run, self._rooms.files) for read in reads]
         else:
-            futures = [_done(read.run(self._files)) for read in reads]
+            futures = [_done(read.run(self._rooms.files)) for read in reads]
         for read, future in zip(reads, futures, strict=True):
             if bad is not None and future.cancel():
                 continue
             good = future.result()  # waits: it writes into the caller's buffers
             if bad is None:
                 verified += read.blocks[:good]
-                bad = read.blocks[good] if good < len(read.blocks) else None
-        with self._lock:
-            if bad is not None and self._shelf.holds(bad):
-                self._counts.corrupt += 1
-                self._find("corrupt", bad.place.name, f"block of {bad.pages} pages from slot {bad.first_slot} on")
-                self._remove([bad])
+                bad = read.at(good) if good < len(read.blocks) else None
+        with self._rooms.lock:
+            if bad is not None:
+                self._rooms.corrupt(*bad)
             for read in reads:
-                self._unpin(read.segment)
-            self._shelf.use(verified, now_s)
-            self._counts.hits += len(verified)
-            self._counts.misses += len(hashes) - len(verified)
-            self._counts.read_bytes += sum(block.stored_bytes for block in verified)
+                self._rooms.unpin(read.segment)
+            self._rooms.shelf.use(verified, now_s)
+            self._rooms.counts.hits += len(verified)
+            self._rooms.counts.misses += len(hashes) - len(verified)
+            self._rooms.counts.read_bytes += sum(block.stored_bytes for block in verified)
         return [_form(block) for block in verified]
 
     # Leaving
 
     def drop(self, identity: KvIdentity, hashes: Sequence[bytes]) -> Evicted:
         """These blocks, wherever they are in their chains."""
-        with self._lock:
-            return self._remove([block for hash in hashes if (block := self._shelf.find(identity, hash))])
+        with self._rooms.lock:
+            if self._closed:
+                return Evicted(0, 0)
+            return self._rooms.remove([block for hash in hashes if (block := self._rooms.shelf.find(identity, hash))])
 
     def evict(self, kv_signature: str, ratio: float) -> Evicted:
         """Drops this share (0 to 1) of the bytes of one ``KvSignature.model``, least recently used first, hot ones too.
 
         Exact to a block: at least the share, and less than it without the last block dropped.
         """
-        with self._lock:
-            evicted = self._remove(self._shelf.share(kv_signature, ratio))
-            self._counts.evicted += evicted.blocks
+        with self._rooms.lock:
+            if self._closed:
+                return Evicted(0, 0)
+            evicted = self._rooms.remove(self._rooms.shelf.share(kv_signature, ratio))
+            self._rooms.counts.evicted += evicted.blocks
             return evicted
 
     def sweep(self, now_s: float, blocks_max: int = 1024) -> int:
-        """Drops blocks that were idle for too long; at most so many per call. Returns how many."""
-        with self._lock:
-            if self._closed:
-                return 0
-            swept = self._remove(self._shelf.idle(now_s, blocks_max)).blocks
-            self._counts.idled += swept
+        """Drops blocks that were idle for too long, at most so many per call; returns how many.
+
+        Then it moves what is left of segments that are almost empty together, so that the store does not become a heap of
+        files of a block each: at most ``tidying.SEGMENTS_MAX`` per call.
+        """
+        if not self._enter():
+            return 0
+        try:
+            with self._rooms.lock:
+                swept = self._rooms.remove(self._rooms.shelf.idle(now_s, blocks_max)).blocks
+                self._rooms.counts.idled += swept
+            tidy(self._rooms, now_s)
             return swept
-
-    def _make_room(self, wanted_bytes: int, now_s: float) -> Refusal | None:
-        """Under the lock. Evicts nothing where that would not be enough."""
-        if wanted_bytes > self._bytes_max:
-            return Refusal.FULL
-        for _ in range(_ROUNDS_MAX):
-            over = self._bytes_used + wanted_bytes - self._bytes_max
-            if over <= 0:
-                return None
-            asked = over
-            while True:
-                victims = self._shelf.victims(asked, now_s)
-                if self._gain(victims) >= over:
-                    break
-                self._shelf.keep(victims)
-                if asked >= self._shelf.stored_bytes:
-                    oldest = next(iter(self._shelf), None)
-                    return Refusal.HOT if oldest is None or self._shelf.is_hot(oldest, now_s) else Refusal.FULL
-                asked = min(2 * asked, self._shelf.stored_bytes)
-            before = self._bytes_used
-            self._counts.evicted += self._remove(victims).blocks
-            if self._bytes_used >= before:
-                break
-        return Refusal.FULL
-
-    def _gain(self, blocks: Iterable[_Block]) -> int:
-        """Room that comes free without these blocks: of their pages, and of segments that they leave empty."""
-        left: dict[str, int] = {}
-        gain = 0
-        for block in blocks:
-            segment = block.place
-            left[segment.name] = left.get(segment.name, segment.blocks) - 1
-            gain += block.stored_bytes if self._files.punches else 0
-            if not left[segment.name]:
-                gain += PAGE_BYTES if self._files.punches else segment.bytes_used
-        return gain
-
-    def _remove(self, blocks: Iterable[_Block]) -> Evicted:
-        """Under the lock."""
-        gone: dict[str, list[_Block]] = {}
-        count = size = 0
-        for block in blocks:
-            if self._shelf.remove(block):
-                gone.setdefault(block.place.name, []).append(block)
-                count += 1
-                size += block.stored_bytes
-        for of_one in gone.values():
-            self._erase(of_one[0].place, _runs(of_one), len(of_one))
-        return Evicted(count, size)
-
-    def _erase(self, segment: Segment, runs: Sequence[tuple[int, int]], blocks: int) -> None:
-        """Under the lock: these slots hold nothing any more."""
-        segment.blocks -= blocks
-        if not segment.blocks and not segment.pins:
-            self._forget(segment)
-            return
-        try:
-            self._files.erase(segment, runs)
-        except OSError as error:
-            self._failed(error, segment.name)
-            return
-        if self._files.punches:
-            pages = sum(slots for _, slots in runs)
-            segment.pages -= pages
-            self._bytes_used -= pages * PAGE_BYTES
-
-    def _unpin(self, segment: Segment) -> None:
-        """Under the lock."""
-        segment.pins -= 1
-        if not segment.pins and not segment.blocks:
-            self._forget(segment)
-
-    def _forget(self, segment: Segment) -> None:
-        """Under the lock: nothing is in it any more."""
-        if self._segments.pop(segment.name, None) is None:
-            return
-        self._bytes_used -= segment.bytes_used
-        key = (segment.header.identity.key, segment.header.codec)
-        if self._growing.get(key) is segment:
-            del self._growing[key]
-        self._unlink(segment.name)
-
-    def _unlink(self, name: str) -> None:
-        try:
-            self._files.unlink(name)
-        except OSError as error:
-            self._failed(error, name)
+        finally:
+            self._leave()
 
     # Telling
 
     def take_findings(self) -> list[Finding]:
         """What was found since the last call; at most 256 are kept between calls."""
-        with self._lock:
-            found = list(self._findings)
-            self._findings.clear()
+        with self._rooms.lock:
+            found = list(self._rooms.findings)
+            self._rooms.findings.clear()
             return found
 
     def stats(self) -> StoreStats:
-        with self._lock:
+        with self._rooms.lock:
             by_model: dict[str, Evicted] = {}
-            for owner in self._shelf.owners():
+            for owner in self._rooms.shelf.owners():
                 before = by_model.get(owner.identity.signature.model, Evicted(0, 0))
                 after = Evicted(before.blocks + len(owner.blocks), before.bytes + owner.stored_bytes)
                 by_model[owner.identity.signature.model] = after
-            counts = self._counts
+            counts = self._rooms.counts
             return StoreStats(
-                bytes_used=self._bytes_used,
-                bytes_max=self._bytes_max,
-                blocks=len(self._shelf),
-                segments=len(self._segments),
+                bytes_used=self._rooms.bytes_used,
+                bytes_max=self._rooms.bytes_max,
+                blocks=len(self._rooms.shelf),
+                segments=len(self._rooms.segments),
                 by_model=by_model,
                 hits=counts.hits,
                 misses=counts.misses,
@@ -581,39 +409,28 @@ class KvStore:
                 set_aside=counts.set_aside,
                 written_bytes=counts.written_bytes,
                 read_bytes=counts.read_bytes,
-                opening_read_bytes=self._files.read_bytes,
-                write_left_bytes=self._budget.left_bytes,
-                read_only=self._read_only,
+                opening_read_bytes=self._rooms.files.read_bytes,
+                write_left_bytes=self._rooms.budget.left_bytes,
+                read_only=self._rooms.read_only,
             )
-
-    def _find(self, kind: str, file: str, detail: str) -> None:
-        with self._lock:
-            self._findings.append(Finding(kind, file, detail))
-
-    def _failed(self, error: OSError, name: str) -> Refusal:
-        refused = _REFUSALS.get(error.errno or 0, Refusal.IO_ERROR)
-        with self._lock:
-            self._read_only = self._read_only or refused is Refusal.READ_ONLY
-            self._find(refused.value, name, _why(error))
-        return refused
 
     # Opening and closing
 
     def _enter(self) -> bool:
-        with self._lock:
+        with self._rooms.lock:
             if self._closed:
                 return False
             self._busy += 1
             return True
 
     def _leave(self) -> None:
-        with self._lock:
+        with self._rooms.lock:
             self._busy -= 1
             self._quiet.notify_all()
 
     def close(self) -> None:
         """Waits for calls under way, syncs, gives the directory free. More calls do nothing; later puts are refused."""
-        with self._lock:
+        with self._rooms.lock:
             if self._closed:
                 return
             self._closed = True
@@ -623,54 +440,15 @@ class KvStore:
         self._syncer.shutdown()
         self._readers.shutdown()
         self._sync()
-        self._budget.save()
-        self._files.close()
-
-
-_ROUNDS_MAX = 64
-_REFUSALS = {
-    errno.ENOSPC: Refusal.NO_SPACE,
-    errno.EDQUOT: Refusal.NO_SPACE,
-    errno.EFBIG: Refusal.NO_SPACE,
-    errno.EROFS: Refusal.READ_ONLY,
-    errno.EACCES: Refusal.READ_ONLY,
-    errno.EPERM: Refusal.READ_ONLY,
-}
-
-
-@dataclass(slots=True)
-class _Counts:
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    evicted: int = 0
-    idled: int = 0
-    set_aside: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+        self._rooms.budget.save()
+        self._rooms.files.close()
 
 
 def _form(block: _Block) -> StoredForm:
     return StoredForm(block.place.header.codec, block.payload_bytes, block.pages)
 
 
-def _runs(blocks: Sequence[_Block]) -> list[tuple[int, int]]:
-    """Slots of blocks of one segment: first and number of each run without a gap."""
-    runs: list[tuple[int, int]] = []
-    for block in sorted(blocks, key=lambda one: one.first_slot):
-        if runs and sum(runs[-1]) == block.first_slot:
-            runs[-1] = (runs[-1][0], runs[-1][1] + block.pages)
-        else:
-            runs.append((block.first_slot, block.pages))
-    return runs
-
-
 def _done(value: int) -> Future[int]:
     future: Future[int] = Future()
     future.set_result(value)
     return future
-
-
-def _why(error: OSError) -> str:
-    return (error.strerror or type(error).__name__).lower()

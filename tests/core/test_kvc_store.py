@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -608,6 +609,74 @@ def test_an_opening_reads_at_most_a_hundredth(tmp_path: Path, owners: int) -> No
             assert stats.blocks == (80 if owners == 1 else owners)
             assert 0 < stats.opening_read_bytes <= stats.bytes_used / 100
             assert stats.opening_read_bytes >= owners * (HEADER_BYTES + ENTRY_BYTES)
+
+
+def test_what_is_left_of_emptied_segments_moves_together(tmp_path: Path) -> None:
+    """O(1 %): segments of which a block or two are left are moved together by sweeps, so that openings stay cheap."""
+    with contextlib.closing(opened(tmp_path / "kv")) as store:
+        kept: list[StoredBlock] = []
+        for turn in range(3):
+            blocks = chain(24, size=40 * PAGE_BYTES - 9, of=str(turn))
+            store.put(WHO, blocks, NOW_S + turn)
+            store.drop(WHO, names(blocks)[1:])
+            kept.append(blocks[0])
+        assert store.stats().segments == 3
+        before = store.stats().written_bytes
+        assert store.sweep(NOW_S + 5) == 0
+        assert store.stats().segments == 1 and len(segments(tmp_path / "kv")) == 1
+        assert store.stats().written_bytes == before + 3 * 40 * PAGE_BYTES
+        assert store.stats().bytes_used == 3 * 40 * PAGE_BYTES + PAGE_BYTES >= on_disk(tmp_path / "kv") - 65536
+        for block in kept:
+            assert served(store, WHO, [block.hash]) == payloads([block])
+        store.sweep(NOW_S + 6)
+        assert store.stats().written_bytes == before + 3 * 40 * PAGE_BYTES
+    with contextlib.closing(opened(tmp_path / "kv")) as store:
+        assert store.stats().opening_read_bytes <= store.stats().bytes_used / 100
+        assert [served(store, WHO, [block.hash]) for block in kept] == [payloads([block]) for block in kept]
+
+
+def test_a_move_serves_nothing_wrong(tmp_path: Path) -> None:
+    """A block that is corrupt when its segment is emptied is dropped and told; without budget nothing moves."""
+    blocks = chain(24, size=PAGE_BYTES)
+    with contextlib.closing(opened(tmp_path, per_day=25 * PAGE_BYTES, idle_s_max=1e9)) as store:
+        store.put(WHO, blocks, NOW_S)
+        store.drop(WHO, names(blocks)[2:])
+        store.sweep(NOW_S)
+        assert (store.stats().written_bytes, store.stats().segments) == (24 * PAGE_BYTES, 1)
+        flip(segments(tmp_path)[0], page_offset(1) + 9)
+        store.sweep(NOW_S + 43_200)
+        assert (kinds(store), store.stats().corrupt, store.stats().written_bytes) == (["corrupt"], 1, 25 * PAGE_BYTES)
+        assert served(store, WHO, names(blocks)) == payloads(blocks)[:1]
+
+
+def test_threads_read_what_others_write_and_drop(tmp_path: Path) -> None:
+    """Puts, gets, drops and sweeps of several threads at once: right bytes or none, no error, nothing left over."""
+    failures: list[str] = []
+    with contextlib.closing(opened(tmp_path, bytes_max=100 * BLOCK_ROOM, hot_s=0.0)) as store:
+
+        def work(worker: int) -> None:
+            try:
+                for turn in range(25):
+                    blocks = chain(6, of=f"chain-{(worker + turn) % 7}")
+                    store.put(WHO, blocks, NOW_S + turn)
+                    got = served(store, WHO, names(blocks), NOW_S + turn)
+                    if got != payloads(blocks)[: len(got)]:
+                        failures.append("wrong bytes")
+                    if turn % 3 == worker % 3:
+                        store.drop(WHO, names(blocks)[turn % 6 :])
+                    store.sweep(NOW_S + turn)
+            except BaseException as error:
+                failures.append(repr(error))
+                raise
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert failures == [] and store.stats().corrupt == 0
+        assert store.evict("model-a", 1.0).blocks >= 0 and store.stats().bytes_used == 0
+        assert segments(tmp_path) == [] and kinds(store) == []
 
 
 def test_memory_per_block_is_small() -> None:
