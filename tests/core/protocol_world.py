@@ -16,10 +16,12 @@ from heapq import heappop, heappush
 import msgspec
 
 from broker.core import request_events as g
+from broker.core.affinity import PromptPrefix, ReuseCosts
 from broker.core.live_request import State
 from broker.core.requests import RequestCore
+from kvcache.core.prefix_index import PrefixIndex
 from subjects.bus import ACK_WAIT_S, DUPLICATE_WINDOW_S, Stored
-from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, model_key
+from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId, model_key
 from subjects.messages import (
     Back,
     Claim,
@@ -31,10 +33,15 @@ from subjects.messages import (
     Frames,
     Grant,
     Hand,
+    KvIndexed,
+    KvModelSpans,
+    KvSpan,
+    KvTier,
     Lane,
     PoolDigest,
     RequestProfile,
     SlaClass,
+    StepCosts,
     Ticket,
     Usage,
 )
@@ -47,6 +54,12 @@ ENGINE_STEP_S = 0.02
 ROUND_TRIP_EVERY_S = 0.2
 QUEUE_CHECK_EVERY_S = 1.0
 BODY = bytes(range(251)) * 2000
+PREFIX = PromptPrefix(
+    (b"first", b"second"),
+    256,
+    ReuseCosts(StepCosts(prefill_token_s=1e-3, step_const_s=1e-3, step_request_s=1e-4), 1e-5, 1e-5, 1e-5),
+)
+"""Of all prompts: worth half a second, so that a request would rather wait for it."""
 STALE_RUN_MAX_S = 1.0
 """How long an attempt that is over may go on running when its gateway and its replica can hear each other."""
 HEAL_BOUND_S = 30.0
@@ -96,6 +109,7 @@ class GatewayProcess(Process):
     """A gateway and the number of claims that it was asked."""
 
     core: RequestCore = field(default_factory=lambda: RequestCore(IngressId("none")))
+    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     replies: dict[int, tuple[ReplicaProcess, Key, int]] = field(default_factory=dict)
 
 
@@ -167,6 +181,7 @@ class World:
         self.faults = Faults()
         self.trouble = False
         self.hands = True
+        self._told = 0
         self.handed = 0
         self.unserved_acks: set[RequestId] = set()
         self.gateways: list[GatewayProcess] = []
@@ -269,7 +284,8 @@ class World:
     def start_gateway(self) -> GatewayProcess:
         """A gateway under a fresh incarnation."""
         name = f"gw-{len(self.gateways)}"
-        process = GatewayProcess(name, core=RequestCore(IngressId(name)))
+        prefixes = PrefixIndex()
+        process = GatewayProcess(name, core=RequestCore(IngressId(name), prefixes=prefixes), prefixes=prefixes)
         self.gateways.append(process)
         self._every(process, ROUND_TRIP_EVERY_S, lambda: self._ping(process))
         self._every(process, QUEUE_CHECK_EVERY_S, lambda: self._check_queue(process))
@@ -284,6 +300,16 @@ class World:
         self._every(process, ROUND_TRIP_EVERY_S, lambda: self._ping(process))
         self._replica(process, w.Opened(slots=slots, kv_pages=kv_pages, block_size=16, max_context_len=16 * 1024))
         return process
+
+    def tell_prefix(self, process: ReplicaProcess) -> None:
+        """A node says that this engine has what all prompts here begin with, rightly or not."""
+        self._told += 1
+        replica = ReplicaId(process.name)
+        held = tuple(KvSpan(span=span, depth=1, tier=KvTier.HOST, replica=replica) for span in PREFIX.spans)
+        models = (KvModelSpans(model_hash=MODEL, block_size=16, held=held),)
+        news = KvIndexed(worker=WorkerId("w"), node="n", sequence=self._told, models=models)
+        for gateway in self.gateways:
+            gateway.prefixes.indexed(self.now_s, news)
 
     def kill(self, process: GatewayProcess | ReplicaProcess, *, noticed: bool = True) -> None:
         """Kill -9. A noticed death of a replica reaches the gateways by the pool's digest after 2 s."""
@@ -415,6 +441,7 @@ class World:
             body=BODY[:body_bytes],
             wait_until_s=self.now_s + WAIT_BOUND_S,
             deadline_s=self.now_s + DEADLINE_S,
+            prefix=PREFIX,
         )
         self._on(gateway, lambda: self._gateway(gateway, submitted))
         return request

@@ -100,6 +100,12 @@ class Protocol(RuleBasedStateMachine):
         """Or do not, as those of an older version."""
         self.world.hands = hands
 
+    @precondition(lambda self: bool(self.world.replicas))
+    @rule(data=st.data())
+    def a_prefix_is_told_of(self, data: st.DataObject) -> None:
+        """The index says that a replica, perhaps a dead one, has the prefix of all prompts: requests may wait for it."""
+        self.world.tell_prefix(data.draw(st.sampled_from(self.world.replicas)))
+
     @rule(
         loss=st.sampled_from([0.0, 0.0, 0.05, 0.3]),
         doubling=st.sampled_from([0.0, 0.2]),
