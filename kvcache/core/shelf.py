@@ -1,7 +1,8 @@
 """What the store on disk knows without touching it: blocks by hash, who was used least recently, what may be written a day.
 
 Pure: no IO, no clock. A *place* is where a block lies (for the store a segment, here anything); its slots are pages.
-Look-ups, insertions, uses and removals are O(1).
+Look-ups, insertions, uses and removals are O(1). A block of 12 pages costs 450 bytes of memory (CPython 3.11), a terabyte of
+blocks of 720 KiB so 0.6 GB.
 """
 
 from __future__ import annotations

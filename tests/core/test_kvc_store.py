@@ -13,7 +13,6 @@ import sys
 import textwrap
 import threading
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -677,22 +676,6 @@ def test_threads_read_what_others_write_and_drop(tmp_path: Path) -> None:
         assert failures == [] and store.stats().corrupt == 0
         assert store.evict("model-a", 1.0).blocks >= 0 and store.stats().bytes_used == 0
         assert segments(tmp_path) == [] and kinds(store) == []
-
-
-def test_memory_per_block_is_small() -> None:
-    """The figure of the docstring of ``core.shelf``: what a block of 12 pages costs in memory."""
-    from kvcache.core.shelf import Rules, Shelf
-
-    count = 5000
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    shelf: Shelf[int] = Shelf(Rules())
-    parent = b""
-    for index in range(count):
-        parent = shelf.add(WHO, name(index), parent, 1, index * 12, 737_280, bytes(96), NOW_S).hash
-    used = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    assert used / count < 640
 
 
 WRITER = textwrap.dedent(
