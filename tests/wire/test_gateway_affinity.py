@@ -268,3 +268,24 @@ async def test_nothing_of_a_prompt_is_told(shared_nats_server: NatsServer) -> No
 def decode_story(payload: bytes) -> RequestStory:
     """The gateway's account of a request."""
     return decode(payload, RequestStory)
+
+
+async def test_a_node_that_does_not_answer_is_asked_again(
+    shared_nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few times in one go, then after a pause, for as long as it speaks and has not told all; requests wait for none of
+    it."""
+    monkeypatch.setattr(kv_sync, "RETRY_S", 0.2)
+    monkeypatch.setattr(kv_sync, "LOOK_EVERY_S", 0.05)
+    async with two_replicas(shared_nats_server.url) as two:
+        spans = spans_for(two.model, DOCUMENT, "domain:friends")
+        await two.node_b.say(spans, two.b.id)
+        await until(lambda: two.pool.gateway.prefixes.wanted_page(AT_B) is None)
+        await two.node_b.stop()
+        two.node_b.sequence += 1
+        await two.node_b.say()
+        sync = two.pool.gateway._kv_sync
+        await until(lambda: AT_B not in sync._asking and two.pool.gateway.prefixes.wanting() == [AT_B], "it gave up once")
+        assert two.holders() == {} and await two.answers() == "a"
+        await two.node_b.start()
+        await until(lambda: two.holders() == {"b": 2}, "it was asked again")
