@@ -269,13 +269,13 @@ async def test_a_node_that_wakes_up_while_it_is_swept_tells_all_again(nodes: Nod
     await told(one)
     await client.delete("cache:node:a-1")
     keys = ("cache:spans:nodes", "cache:node:a-1", one.hotness_key(ONE), one.spans_key(ONE))
-    step = await client.eval(scripts.SWEEP, 4, *keys, "a-1", ONE, "0", 16, "cache:spans:")
+    step = await client.evalsha(scripts.sha_of(scripts.SWEEP), 4, *keys, "a-1", ONE, "0", 16, "cache:spans:")
     assert step[0] != b"0" and 0 < step[1] < 2000
     one.note(*held[0])
     await until(lambda: one.counts.resyncs == 1)
     await told(one)
     assert await client.zcard(one.hotness_key(ONE)) == 2000 and await client.hlen(one.spans_key(ONE)) == 2001
-    step = await client.eval(scripts.SWEEP, 4, *keys, "a-1", ONE, step[0], 16, "cache:spans:")
+    step = await client.evalsha(scripts.sha_of(scripts.SWEEP), 4, *keys, "a-1", ONE, step[0], 16, "cache:spans:")
     assert step == [b"-", 0], "it lives"
 
 
