@@ -278,7 +278,11 @@ class RedisIndex:
         if not news and state in (self._said_state, IndexState.STARTING):
             return
         if news or self._said_state is IndexState.DEGRADED:
-            say = log.info if state is IndexState.OK and not news else log.warning
-            say("shared hotness", state=state.value, server=self._link.address, error=self._link.last_error, **news)
+            if news:
+                log.warning(
+                    "shared hotness", state=state.value, server=self._link.address, error=self._link.last_error, **news
+                )
+            else:
+                log.info("shared hotness", state=state.value, server=self._link.address)
             self._said_s = now_s
         self._said_of, self._said_state = counts, state

@@ -172,6 +172,7 @@ for i = 1, #all, 2 do
     if redis.call('EXISTS', lease_prefix .. all[i]) == 0 then dead[#dead + 1] = all[i] end
   end
 end
+redis.call('ZREMRANGEBYSCORE', models_key, string.format('(%d', tonumber(time[1]) + 60), '+inf')
 local before = string.format('%.3f', tonumber(time[1]) - ttl_ms / 1000)
 for _, model in ipairs(redis.call('ZRANGEBYSCORE', models_key, '-inf', before, 'LIMIT', 0, 8)) do
   drop_model(hotness_prefix, spans_prefix, model, names)

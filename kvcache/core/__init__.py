@@ -2,5 +2,5 @@
 
 ``identity`` (whose KV may stand for whose), ``hotness`` and ``chains`` (KVC-2, KVC-3), ``eviction`` (who goes first),
 ``fetching`` (fetch or compute again), ``migration`` (what a target lacks), ``prefix_index`` (which holder has how much of a
-prefix).
+prefix), ``index_buffer`` (what waits for the shared index, and when a server that failed is tried again).
 """
