@@ -79,7 +79,9 @@ class RequestGraph:
         """It ended, in whatever way; unknown ones are ignored."""
         chain = self._chains.get(chain_id)
         if chain is not None and chain.running.pop(request, None) is not None:
-            self._heard(chain_id, now_s)
+            # Before the ended ones are looked for: it lingers from now on.
+            chain.heard_s = now_s
+            self._chains.move_to_end(chain_id)
 
     def needs(self, span: bytes, now_s: float) -> bool:
         """Whether a chain that runs has used the span: it may be demoted, never dropped."""

@@ -318,7 +318,7 @@ class EvictionOrder:
     def _unfollow(self, visit: _Visit, now_s: float, *, returned: bool) -> None:
         if not visit.followed:
             return
-        age_s = now_s - visit.used_s
+        age_s = max(LOWER_S[visit.bin], now_s - visit.used_s)
         self._returns.went(visit.kind, visit.bin, visit.followed, visit.used_s, age_s, returned=returned)
         visit.followed = 0
         if not visit.leaves:
@@ -380,6 +380,7 @@ class EvictionOrder:
         del self._units[unit.id]
         self._bytes -= unit.size_bytes
         self._absent[unit.id] = unit.visit
+        self._forget_absent(self._advanced_s)
         if unit.children:
             self._children[unit.id] = unit.children
         return freed

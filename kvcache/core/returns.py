@@ -24,7 +24,8 @@ LOWER_S = (0.0, *EDGES_S)
 _WIDTH_S = (*(edge - lower for edge, lower in zip(EDGES_S, LOWER_S, strict=False)), LOWER_S[-1])
 _PRIOR_HAZARDS = tuple(0.1 / (lower + 1.0) for lower in LOWER_S)
 """Before anything was seen: falls with age, which is LRU. The level does not matter, only ratios do."""
-_PRIOR_UNIT_S = tuple(3.0 * (lower + 1.0) for lower in LOWER_S)
+_PRIOR_UNIT_S = tuple(300.0 * (lower + 1.0) for lower in LOWER_S)
+"""How much that weighs against what was seen: 30 returns per bin, so that single ones turn nothing round."""
 
 Kind = tuple[int, int]
 """What distinguishes visits; see ``eviction``."""
