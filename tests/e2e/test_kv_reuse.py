@@ -18,6 +18,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from kvcache.core.identity import SPAN_TOKENS
 from profiles.smollm2 import ensure_smollm2
 from profiles.tokenizer import ModelTokenizer
 from subjects.ids import ReplicaId
@@ -269,14 +270,17 @@ async def test_another_replica_and_its_successors(
     await stage.end(fourth)
 
 
-async def test_a_replica_on_another_node(stage: Stage, first_node: NodeProcess, story: tuple[list[int], list[int]]) -> None:
-    """Its node pulls the blocks from the first one, over the index and the data path (KVC-4)."""
-    prompt, answer = story
+async def test_a_replica_on_another_node(stage: Stage, first: Engine, first_node: NodeProcess) -> None:
+    """Its node pulls the blocks from the first one, over the index and the data path, in whole spans (KVC-4)."""
+    prompt = stage.tokens("Of what is told in one place and asked in another: " + STORY * 8)[: SPAN_TOKENS + 40]
+    answer, _ = await first.ask(prompt)
     second_node = stage.node("second")
     engine = await stage.engine(second_node)
     try:
-        assert await engine.ask(prompt) == (answer, reusable(prompt))
-        assert (await second_node.stats()).pulled_blocks >= 5
+        tokens, cached = await engine.ask(prompt)
+        assert tokens == answer
+        assert SPAN_TOKENS <= cached <= reusable(prompt)
+        assert (await second_node.stats()).pulled_blocks >= SPAN_TOKENS // BLOCK
     finally:
         await stage.end(engine)
         second_node.stop()
