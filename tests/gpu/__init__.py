@@ -1,0 +1,1 @@
+"""What needs an NVIDIA GPU; run with ``pytest -m gpu``."""
