@@ -102,8 +102,9 @@ def worker_flags(given: dict[str, Any]) -> tuple[str, ...]:
 def evict_kv(model: str, ratio: float, worker: str, as_json: bool, nats_url: str, pool_name: str) -> None:
     """Drop a share of what is kept of a model's KV in host memory and on disk, coldest first, and say what was dropped.
 
-    What is dropped is computed again when it is asked for; answers stay the same. What engines hold in their own memory is
-    theirs: vLLM can only forget all of it at once, while nothing runs. `carpool get kv` shows what is kept.
+    What is dropped is computed again when it is asked for; answers stay the same. Of what an engine has in its own memory
+    vLLM can only drop all, and only while nothing runs: with a ratio of 1 idle engines are told to. `carpool get kv` shows
+    what is kept.
 
     \b
     carpool evict-kv smollm2 --ratio 0.5

@@ -53,11 +53,15 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
     """After a sleep: come back, warm up, and answer as after a load."""
 
 
+class EmptyPrefixes(msgspec.Struct, frozen=True, kw_only=True, tag="empty-prefixes"):
+    """Let the engine drop its own prefix cache if nothing runs and it can; not answered."""
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Stop the engine and exit with code 0; running requests are given back."""
 
 
-ToReplica = Start | Ping | Drain | Concurrency | Resize | Sleep | Wake | Stop
+ToReplica = Start | Ping | Drain | Concurrency | Resize | Sleep | Wake | EmptyPrefixes | Stop
 
 # -------------------------------------------------------------------------------------------------- replica to agent
 

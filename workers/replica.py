@@ -54,6 +54,7 @@ from workers.control_messages import (
     Concurrency,
     Drain,
     Drained,
+    EmptyPrefixes,
     Failed,
     Load,
     Ping,
@@ -532,6 +533,8 @@ class Replica:
                     self._tasks.spawn(self._sleep(message))
                 case Wake():
                     self._tasks.spawn(self._wake())
+                case EmptyPrefixes():
+                    self._tasks.spawn(self._empty_prefixes())
                 case Stop():
                     self.stop()
                 case Start():
@@ -557,6 +560,15 @@ class Replica:
         except EngineError as error:
             failure = str(error)
         self._control.send(Changed(number=command.number, failure=failure))
+
+    async def _empty_prefixes(self) -> None:
+        assert self._engine is not None
+        try:
+            emptied = await self._engine.empty_prefixes()
+        except EngineError as error:
+            log.warning("the engine did not drop its prefix cache", error=str(error))
+        else:
+            log.info("prefix cache", emptied=emptied)
 
     async def _wake(self) -> None:
         assert self._engine is not None

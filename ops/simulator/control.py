@@ -53,6 +53,7 @@ from workers.control_messages import (
     Concurrency,
     Drain,
     Drained,
+    EmptyPrefixes,
     Load,
     Ping,
     Pong,
@@ -366,8 +367,8 @@ class Control:
                 world.at(world.now_s + UNLOAD_S, lambda: self._exit(node, replica_id, 0))
             case Resize():
                 self._resize(node, replica, message)
-            case Start() | Sleep() | Wake():
-                raise AssertionError("not sent: this engine does not say that it sleeps")
+            case Start() | Sleep() | Wake() | EmptyPrefixes():
+                raise AssertionError("not sent: this engine does not say that it sleeps, and nobody evicts its KV")
             case _:
                 assert_never(message)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from subjects.ids import ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
@@ -15,12 +15,15 @@ from subjects.messages import (
     EngineType,
     EvictKv,
     KvReport,
+    LoadModel,
     MigrateKv,
+    ModelRecord,
     OperationEnded,
     OperationProgressed,
     ReplicaState,
     WorkerSnapshot,
 )
+from workers.control_messages import EmptyPrefixes, Load, Progress, Ready
 from workers.core.agent import AgentCore
 from workers.core.agent_events import (
     AgentCommand,
@@ -28,6 +31,7 @@ from workers.core.agent_events import (
     AgentSettings,
     AskKv,
     CommandReceived,
+    ControlReceived,
     Device,
     ExitAgent,
     KvAnswered,
@@ -35,11 +39,14 @@ from workers.core.agent_events import (
     KvReported,
     PublishEvent,
     PublishSnapshot,
+    ReplicaSpawned,
     ReplyCommand,
+    SendControl,
     ShutdownStarted,
     Ticked,
 )
 from workers.core.agent_kv import KV_ANSWER_GRACE_S, KV_RUNNING_MAX
+from workers.engines.base import EngineInfo
 
 WORKER = WorkerId("w-1")
 EVICT = EvictKv(operation=OperationId("op1"), epoch=1, ratio=0.5, model_hash=ModelHash("a" * 64), kv_signature="k")
@@ -178,3 +185,44 @@ def test_replicas_are_told_apart_from_kv() -> None:
     """A command of an older peer, about one replica, is refused in words and harms nothing."""
     old = EvictKv(operation=OperationId("op1"), epoch=1, replica=ReplicaId("r-0"), ratio=0.5)
     assert Harness().refusal(old) == "kv_signature: is missing; it says whose KV is meant"
+
+
+def test_all_of_it_is_dropped_by_idle_engines_too() -> None:
+    """An engine can only drop its whole cache, and only while nothing runs: with a ratio of 1 idle ones are told (SCH-8)."""
+    h = Harness()
+    for name, running in (("idle", 0), ("busy", 1), ("other", 0)):
+        signature = "k2" if name == "other" else "k"
+        record = ModelRecord(
+            name="m",
+            model_hash=ModelHash("a" * 64),
+            weights_hash="b" * 64,
+            kv_signature=signature,
+            engine_type=EngineType.SIMULATED,
+            source="",
+            weights_bytes=0,
+            kv_bytes_per_token=0,
+            kv_bytes=0,
+            budget_bytes=10,
+            max_context_len=2048,
+        )
+        load = LoadModel(
+            operation=OperationId(name), epoch=1, device=DeviceId("cpu0"), record=record, replica_name=name, timeout_s=60.0
+        )
+        replica = ReplicaId(f"{name}-0")
+        h.feed(CommandReceived(token="t", command=load, incarnation="0"))
+        h.feed(ReplicaSpawned(replica=replica, pid=7))
+        h.feed(ControlReceived(replica=replica, message=Progress(state=ReplicaState.WARMING)))
+        info = EngineInfo(4, 64, 16, 2048, gives_token_ids=True, continues=True)
+        h.feed(ControlReceived(replica=replica, message=Ready(info=info)))
+        h.feed(ControlReceived(replica=replica, message=Load(running=running, waiting=0, kv_pages_free=9)))
+    h.command(EVICT)
+    assert h.feed(KvAnswered(OperationId("op1"), detail="4 blocks")) == [ended(detail="4 blocks")]
+    everything = msgspec.structs.replace(EVICT, operation=OperationId("op2"), ratio=1.0)
+    h.command(everything)
+    told = h.feed(KvAnswered(OperationId("op2"), detail="4 blocks"))
+    assert told[0] == SendControl(ReplicaId("idle-0"), EmptyPrefixes())
+    assert isinstance(told[1], PublishEvent) and isinstance(told[1].event, OperationEnded)
+    assert told[1].event.detail == "4 blocks; told to 1 idle engine" and len(told) == 2
+    h.command(msgspec.structs.replace(everything, operation=OperationId("op3")))
+    (failed,) = h.feed(KvAnswered(OperationId("op3"), failure="away"))
+    assert isinstance(failed, PublishEvent)

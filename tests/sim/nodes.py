@@ -41,6 +41,7 @@ from workers.control_messages import (
     Concurrency,
     Drain,
     Drained,
+    EmptyPrefixes,
     Failed,
     Load,
     Ping,
@@ -352,8 +353,8 @@ class ReplicaNode(Actor):
                 if self.serving:
                     self.feed(rep.DrainStarted(self.now))
                 self.clock.call_later(0.1, lambda: self.run(lambda: self.exit(0)))
-            case Start():
-                raise AssertionError("a forked replica has its spec")
+            case Start() | EmptyPrefixes():
+                raise AssertionError("a forked replica has its spec, and nobody evicts its KV")
             case _:
                 assert_never(message)
 

@@ -51,6 +51,7 @@ from workers.control_messages import (
     Concurrency,
     Drain,
     Drained,
+    EmptyPrefixes,
     Failed,
     Load,
     Ping,
@@ -416,7 +417,7 @@ class AgentCore:
             case _:
                 assert_never(command)
 
-    def _say(self, replica: Replica, message: Concurrency | Resize | Sleep | Wake) -> None:
+    def _say(self, replica: Replica, message: Concurrency | Resize | Sleep | Wake | EmptyPrefixes) -> None:
         self._out.append(SendControl(replica=replica.replica, message=message))
 
     def _begin_change(self, now_s: float, replica: Replica, operation: OperationId) -> PendingChange:
@@ -498,8 +499,17 @@ class AgentCore:
             self._out.append(PublishEvent(event=told))
 
     def _kv_answered(self, now_s: float, operation: OperationId, failure: str, detail: str) -> None:
-        if self._kv.ended(operation):
-            self._end(now_s, operation, _one_line(failure), detail=_one_line(detail))
+        command = self._kv.ended(operation)
+        if command is None:
+            return
+        if isinstance(command, EvictKv) and command.ratio == 1 and not failure:
+            # The share that an engine drops of its own cache is all or nothing, and nothing while it runs.
+            idle = [r for r in self._replicas.values() if r.record.kv_signature == command.kv_signature and r.is_idle]
+            for replica in idle:
+                self._say(replica, EmptyPrefixes())
+            engines = f"{len(idle)} idle engine{'' if len(idle) == 1 else 's'}"
+            detail += f"; told to {engines}" if idle else ""
+        self._end(now_s, operation, _one_line(failure), detail=_one_line(detail))
 
     # ---- from load to ready
 

@@ -54,9 +54,9 @@ class KvDesk:
         """The node is asked now."""
         self._running[command.operation] = command, now_s + command.timeout_s + KV_ANSWER_GRACE_S
 
-    def ended(self, operation: OperationId) -> bool:
-        """The node has answered; False when nobody waits for it (any more)."""
-        return self._running.pop(operation, None) is not None
+    def ended(self, operation: OperationId) -> KvCommand | None:
+        """The node has answered this; None when nobody waits for it (any more)."""
+        return self._running.pop(operation, (None, 0.0))[0]
 
     def runs(self, operation: OperationId) -> bool:
         """Whether its answer is waited for."""

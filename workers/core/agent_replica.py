@@ -116,6 +116,11 @@ class Replica:
     detail: str = ""
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it serves, and holds no request as far as it told."""
+        return self.state is ReplicaState.READY and self.process is Process.RUNNING and not self.running
+
+    @property
     def device(self) -> DeviceId:
         """The leading device."""
         return self.devices[0]

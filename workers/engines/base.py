@@ -132,6 +132,10 @@ class Engine(Protocol):
             EngineError: it cannot, or not now; nothing changed.
         """
 
+    async def empty_prefixes(self) -> bool:
+        """Drops its own prefix cache, all of it; what the KV tiers hold stays. False: it cannot, or not while something
+        runs; nothing changed."""
+
     async def sleep(self, level: int) -> None:
         """Frees the device's memory; nothing runs.
 
@@ -156,6 +160,10 @@ class FixedEngine:
     async def resize_kv(self, kv_bytes: int) -> int:
         """Not offered."""
         raise EngineError("resize-kv is not offered by this engine")
+
+    async def empty_prefixes(self) -> bool:
+        """Not offered."""
+        return False
 
     async def sleep(self, level: int) -> None:
         """Not offered."""

@@ -196,6 +196,10 @@ class SimulatedEngine:
         self._out(self._core.step(time.monotonic(), KvResized(pages)))
         return pages
 
+    async def empty_prefixes(self) -> bool:
+        """Nothing is kept that could be dropped."""
+        return not (self._core.running or self._core.waiting)
+
     async def sleep(self, level: int) -> None:
         """Nothing is kept that a sleep would free."""
         if not self.profile.sleeps:

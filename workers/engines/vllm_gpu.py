@@ -127,6 +127,14 @@ class VllmGpuEngine(FixedEngine):
         free = max(self._kv_pages - used, 0)
         return EngineLoad(running - waiting, waiting, free, hit_ratio=self._hits.ratio)
 
+    async def empty_prefixes(self) -> bool:
+        """Drops vLLM's own prefix cache; False: something runs, nothing changed."""
+        if self._running or not await self._engine.reset_prefix_cache():
+            return False
+        if self._kv is not None:
+            await self._kv.emptied()
+        return True
+
     async def sleep(self, level: int) -> None:
         """vLLM's own sleep mode, where the model's ``enable_sleep_mode`` asks for it."""
         if not self._sleeps:
