@@ -90,11 +90,8 @@ async def prove_tenants(directory: Path, rng: random.Random, say: Say) -> Figure
     right, _ = await right_answers(directory, prompts)
     tally = Tally(say, right)
     keys = directory / "keys.yaml"
-    keys.write_text(
-        "keys:\n"
-        + "".join(f"- {{key: {KEYS[tenant]}, tenant: {tenant}}}\n" for tenant in ("a", "d"))
-        + "".join(f"- {{key: {KEYS[tenant]}, tenant: {tenant}, trust_domain: shared}}\n" for tenant in ("b", "c"))
-    )
+    entries = "".join(f"- {{key: {key}, tenant: {tenant}}}\n" for tenant, key in KEYS.items())
+    keys.write_text(f"keys:\n{entries}trust_domains: {{shared: [b, c]}}\n")
     salts: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": tenant_salt("a").hex()}]
     gateway = ("--api-keys", str(keys))
     async with running_place(directory, tally, services_of(), key=KEYS["a"], gateway_flags=gateway) as place:
@@ -123,7 +120,9 @@ async def prove_tenants(directory: Path, rng: random.Random, say: Say) -> Figure
         leaks = await place.places_with(canary)
     for leak in leaks:
         say(f"tenants: the canary is in {leak}")
-    cross = sum(tokens for phase, tokens in cached.items() if "what a has" in phase)
+    # The prompts begin alike (the template's own words), so each tenant finds that much of what it asked before.
+    own = cached["a: first"]
+    cross = sum(abs(tokens - own) for phase, tokens in cached.items() if "what a has" in phase)
     figures = {
         "cross_tenant_hits": cross,
         "tenants_cached_tokens": cached,
@@ -133,7 +132,7 @@ async def prove_tenants(directory: Path, rng: random.Random, say: Say) -> Figure
     held = {
         "cross_tenant_hits == 0": cross == 0,
         "the same tenant and its trust domain hit": all(
-            cached[phase] > 0 for phase in ("a: again", "a: from the tiers", "c: what b has")
+            cached[phase] > own for phase in ("a: again", "a: from the tiers", "c: what b has")
         ),
         "tenants_mismatches == 0": tally.wrong == 0,
         "canary_leaks == 0": not leaks,
