@@ -143,11 +143,16 @@ class ScriptedNode:
         asyncio.ensure_future(self._bus.publish(message.reply, encode(snapshot)))  # noqa: RUF006
 
 
-def spans_for(model: ModelRecord, content: str, domain: str = "default") -> list[bytes]:
-    """The spans of a chat with one message, as gateway, replica and node hash them."""
+def hashes_for(model: ModelRecord, content: str, domain: str = "default") -> list[bytes]:
+    """The block hashes of a chat with one message, as gateway, replica and node make them."""
     body = {"model": model.name, "messages": [{"role": "user", "content": content}]}
     (prompt,) = Tokenizers().get(model).prompts(Endpoint.CHAT, body)
-    return spans_of(chain_hashes(prompt, model.block_size, tenant_salt(domain)), model.block_size)
+    return chain_hashes(prompt, model.block_size, tenant_salt(domain))
+
+
+def spans_for(model: ModelRecord, content: str, domain: str = "default") -> list[bytes]:
+    """Its spans."""
+    return spans_of(hashes_for(model, content, domain), model.block_size)
 
 
 async def tell_pool(pool: Pool, *places: tuple[ReplicaId, WorkerId], model: ModelRecord) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ import structlog
 from broker import kv_sync
 from broker.gateway import GatewayOptions
 from broker.http_keys import ApiKeys, Caller
+from kvcache.core.prefix_index import NOBODY
+from profiles.blocks import tenant_salt
 from subjects import names
 from subjects.bus import BusMessage
 from subjects.codec import decode, encode
@@ -24,7 +27,8 @@ from subjects.messages import Hand, InferRequest, KvIndexed, ModelRecord, Reques
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, Run, answer_hello, open_pool, record
-from tests.wire.kv_pool import HandedReplica, ScriptedNode, spans_for, tell_pool
+from tests.wire.kv_nodes import USE, NodeProcess, rows
+from tests.wire.kv_pool import HandedReplica, ScriptedNode, hashes_for, spans_for, tell_pool
 
 AT_A, AT_B = WorkerId("w-a"), WorkerId("w-b")
 KEYS = {"a": "sk-affinity-aaaaaaaa", "b": "sk-affinity-bbbbbbbb", "c": "sk-affinity-cccccccc"}
@@ -289,3 +293,29 @@ async def test_a_node_that_does_not_answer_is_asked_again(
         assert two.holders() == {} and await two.answers() == "a"
         await two.node_b.start()
         await until(lambda: two.holders() == {"b": 2}, "it was asked again")
+
+
+async def test_a_real_node_draws_requests_to_its_worker(shared_nats_server: NatsServer, tmp_path: Path) -> None:
+    """What an engine gives to its worker's node is found by the next request of that domain; an engine that was reset is not
+    believed to have it, its node is; a node that was killed and came back with nothing draws nothing (F8)."""
+    async with two_replicas(shared_nats_server.url) as two:
+        node = NodeProcess(tmp_path, AT_B, shared_nats_server.url)
+        client = node.client(two.b.id, model_hash=two.model.model_hash)
+        try:
+            hashes = hashes_for(two.model, DOCUMENT, "domain:friends")
+            salt = tenant_salt("domain:friends")
+            assert await asyncio.to_thread(client.write, salt, b"", hashes, rows(hashes), USE) == len(hashes)
+            await until(lambda: two.holders() == {"b": 2}, "the gateway knows who holds it")
+            assert await two.answers() == "b"
+            assert await two.answers(tenant="c") == "a"
+            await asyncio.to_thread(client.emptied)
+            await until(lambda: two.holders() == {}, "its engine has nothing any more")
+            assert await two.answers() == "b"
+            node.kill()
+            node.start()
+            prefixes, spans = two.pool.gateway.prefixes, spans_for(two.model, DOCUMENT, "domain:friends")
+            await until(lambda: prefixes.holders(two.model.model_hash, spans) is NOBODY, "nothing is believed of it")
+            assert await two.answers() == "a"
+        finally:
+            client.close()
+            node.stop()
