@@ -34,7 +34,6 @@ STALL_S = 0.25
 """A load of which nothing came for so long is given up: the node is frozen or gone."""
 PIECE_BYTES = 8 * 1024 * 1024
 """Read and copied at a time."""
-STAGING_BYTES_MAX = 64 * 1024 * 1024
 STAGING_BLOCKS_MIN = 8
 AWAY_S = 1.0
 """After a failure nothing is copied for the node for so long."""
@@ -347,7 +346,7 @@ class WorkerSide:
     def __init__(self, blocks: Blocks, make_client: Callable[[], BlockClient], staging_bytes: int) -> None:
         self._blocks = blocks
         self.loader = Loader(blocks, make_client())
-        self.saver = Saver(blocks, make_client(), min(staging_bytes, STAGING_BYTES_MAX))
+        self.saver = Saver(blocks, make_client(), staging_bytes)
         self._failed: set[int] = set()
         self._loaded: dict[str, int] = {}
 

@@ -26,14 +26,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from kvcache.connector_orders import StepNews, StepOrders
 from kvcache.connector_scheduler import SchedulerSide
-from kvcache.connector_worker import BlockClient, WorkerSide
+from kvcache.connector_worker import STAGING_BLOCKS_MIN, BlockClient, WorkerSide
 from kvcache.core.identity import KvSignature
-from kvcache.kv_tensors import blocks_of, view_blocks
+from kvcache.kv_tensors import Blocks, HostBlocks, blocks_of, view_blocks
 from subjects.errors import CarpoolError, place_of
 from subjects.ids import ReplicaId
 
 log = structlog.get_logger(__name__)
 
+STAGING_BYTES_MAX = 128 << 20
+"""On a CPU, where it is memory of the replica's budget; taken only as it is used."""
+PINNED_BYTES_MAX = 512 << 20
+"""On a GPU, of the host's memory."""
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 
 
@@ -94,7 +98,7 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except (CarpoolError, RuntimeError, ValueError) as error:
             log.warning("this engine goes without KV tiers", reason=str(error).splitlines()[0])
             return
-        staging_bytes = self.config.staging_bytes or self._kv_cache_config.num_blocks * signature.block_bytes // 4
+        staging_bytes = self.config.staging_bytes or self._staging_bytes(signature, on_host=isinstance(blocks, HostBlocks))
 
         def make_client() -> BlockClient:
             from kvcache.client import KvClient
@@ -189,7 +193,13 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         return metadata.orders if isinstance(metadata, _Metadata) else StepOrders()
 
-    def _signature(self, kv_caches: dict[str, Any]) -> tuple[KvSignature, Any]:
+    def _staging_bytes(self, signature: KvSignature, *, on_host: bool) -> int:
+        """Room for all that one step may fill, within bounds and never more than the engine's own cache."""
+        blocks = self._vllm_config.scheduler_config.max_num_batched_tokens // signature.block_size + STAGING_BLOCKS_MIN
+        blocks = min(blocks, self._kv_cache_config.num_blocks)
+        return min(blocks * signature.block_bytes, STAGING_BYTES_MAX if on_host else PINNED_BYTES_MAX)
+
+    def _signature(self, kv_caches: dict[str, Any]) -> tuple[KvSignature, Blocks]:
         names = self._kv_cache_config.kv_cache_groups[0].layer_names
         block_size = self._vllm_config.cache_config.block_size
         view = view_blocks(kv_caches, names, self._kv_cache_config.num_blocks, block_size)
