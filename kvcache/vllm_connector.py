@@ -195,7 +195,7 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _staging_bytes(self, signature: KvSignature, *, on_host: bool) -> int:
         """Room for all that one step may fill, within bounds and never more than the engine's own cache."""
-        blocks = self._vllm_config.scheduler_config.max_num_batched_tokens // signature.block_size + STAGING_BLOCKS_MIN
+        blocks: int = self._vllm_config.scheduler_config.max_num_batched_tokens // signature.block_size + STAGING_BLOCKS_MIN
         blocks = min(blocks, self._kv_cache_config.num_blocks)
         return min(blocks * signature.block_bytes, STAGING_BYTES_MAX if on_host else PINNED_BYTES_MAX)
 
