@@ -21,7 +21,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -56,7 +56,7 @@ from kvcache.node_tiers import Tiers, checksums_of, decoded
 from subjects.errors import DecodeError, place_of
 from subjects.ids import ReplicaId
 from subjects.messages import KvOffer
-from subjects.tasks import Tasks
+from subjects.tasks import Tasks, end_tasks
 
 OPEN_S_MAX: Final = 2.0
 """From the connection to a token that opens it."""
@@ -73,6 +73,7 @@ PULLS_MAX: Final = 4
 """Chains that a node pulls at once."""
 RATE_STEP_S: Final = 0.05
 _TOKEN = struct.Struct(">Q")
+_TIMEVAL = struct.Struct("@ll")
 _MAC_BYTES = 32
 
 log = structlog.get_logger(__name__)
@@ -363,38 +364,55 @@ class Puller:
             end_s=end_s,
         )
         rooms: list[list[HostBlock]] = []
-        loop = asyncio.get_running_loop()
+        work: asyncio.Task[tuple[list[bytes], int]] | None = None
+        arrived: tuple[tuple[int, ...], list[HostBlock], list[bytes]] | None = None
         try:
-            while not transfer.done:
-                while (batch := transfer.next(time.monotonic())) is not None:
-                    room = await self._rooms(opened, hashes, batch)
-                    if len(room) < len(batch):  # what is under way is pinned: less at once
-                        transfer.shrink(len(room))
-                    if not room:
-                        break
-                    rooms.append(room)
-                    async with asyncio.timeout(SILENCE_S_MAX):
-                        await loop.sock_sendall(sock, frame(Fetch(places=batch[: len(room)])))
-                if not transfer.in_flight:
-                    break
-                batch, room = transfer.in_flight[0], rooms.pop(0)
-                try:
-                    sums, came_bytes = await _in_thread(self._threads, sock, _receive_blocks, sock, batch, room, end_s)
-                except BaseException:
-                    rooms.append(room)
-                    raise
-                for place, block, sum_ in zip(batch, room, sums, strict=False):
-                    tiers.keep(block, sum_, depth=place + 1, replica=replica)
-                for block in room[len(sums) :]:
-                    tiers.host.abandon(block)
+            await self._ask(sock, opened, hashes, transfer, rooms)
+            while transfer.in_flight:
+                batch, room = transfer.in_flight[0], rooms[0]
+                # A thread receives this batch while the one before it is kept and the next one is asked for.
+                work = asyncio.create_task(_in_thread(self._threads, sock, _receive_blocks, sock, batch, room, end_s))
+                if arrived is not None:
+                    self._keep(*arrived, replica)
+                    arrived = None
+                await self._ask(sock, opened, hashes, transfer, rooms)
+                sums, came_bytes = await work
+                del rooms[0]
+                arrived = (batch, room, sums)
                 transfer.came(len(sums))
                 result.blocks += len(sums)
                 result.bytes += came_bytes
         finally:
+            if work is not None:
+                await end_tasks([work])
+            if arrived is not None:
+                self._keep(*arrived, replica)
             for room in rooms:
                 for block in room:
                     tiers.host.abandon(block)
             result.failure = transfer.failure
+
+    async def _ask(
+        self, sock: socket.socket, opened: Opened, hashes: Sequence[bytes], transfer: Transfer, rooms: list[list[HostBlock]]
+    ) -> None:
+        """Asks for as many batches as may be under way, once there is room for them."""
+        while (batch := transfer.next(time.monotonic())) is not None:
+            room = await self._rooms(opened, hashes, batch)
+            if len(room) < len(batch):  # what is under way is pinned: less at once
+                transfer.shrink(len(room))
+            if not room:
+                return
+            rooms.append(room)
+            question = frame(Fetch(places=batch[: len(room)]))
+            # A thread may be receiving on this socket. Some questions always find room in its sending buffer.
+            if sock.send(question, socket.MSG_DONTWAIT) < len(question):
+                raise OSError("the source takes no questions")
+
+    def _keep(self, batch: tuple[int, ...], room: list[HostBlock], sums: list[bytes], replica: ReplicaId | None) -> None:
+        for place, block, sum_ in zip(batch, room, sums, strict=False):
+            self._tiers.keep(block, sum_, depth=place + 1, replica=replica)
+        for block in room[len(sums) :]:
+            self._tiers.host.abandon(block)
 
     async def _rooms(self, opened: Opened, hashes: Sequence[bytes], batch: Sequence[int]) -> list[HostBlock]:
         room: list[HostBlock] = []
@@ -499,31 +517,48 @@ def _parts(buffers: Sequence[memoryview], step_bytes: int) -> list[list[memoryvi
 
 
 def _send_all(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
-    """In a thread. Raises OSError (TimeoutError) when nothing is taken for ``SILENCE_S_MAX``."""
-    sock.settimeout(SILENCE_S_MAX)
-    try:
+    """In a thread. Raises OSError (BlockingIOError) when nothing is taken for ``SILENCE_S_MAX``."""
+    with _blocking(sock):
         waiting = [view for view in buffers if len(view)]
         at = 0
         while at < len(waiting):
             count = sock.sendmsg(waiting[at : at + BUFFERS_MAX])
             at = _skip(waiting, at, count)
-    finally:
-        sock.setblocking(False)
 
 
 def _receive_all(sock: socket.socket, buffers: Sequence[memoryview], end_s: float) -> None:
-    """In a thread, with the socket in timeout mode. Raises OSError, EOFError, TimeoutError."""
+    """In a thread, with the socket blocking. Raises OSError, EOFError, TimeoutError."""
     waiting = [view for view in buffers if len(view)]
     at = 0
     while at < len(waiting):
         left_s = end_s - time.monotonic()
         if left_s <= 0.0:
             raise TimeoutError("deadline")
-        sock.settimeout(min(SILENCE_S_MAX, left_s))
-        count = sock.recvmsg_into(waiting[at : at + BUFFERS_MAX])[0]
+        if left_s < SILENCE_S_MAX:
+            _set_silence(sock, left_s)
+        # The kernel waits for all of it: one call for megabytes. What comes before the silence is answered as part.
+        count = sock.recvmsg_into(waiting[at : at + BUFFERS_MAX], 0, socket.MSG_WAITALL)[0]
         if not count:
             raise EOFError("the source closed the connection")
         at = _skip(waiting, at, count)
+
+
+@contextlib.contextmanager
+def _blocking(sock: socket.socket) -> Iterator[None]:
+    """The kernel itself waits, at most ``SILENCE_S_MAX`` for a byte to move: no system call between for a poll."""
+    sock.setblocking(True)
+    _set_silence(sock, SILENCE_S_MAX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            sock.setblocking(False)
+
+
+def _set_silence(sock: socket.socket, seconds: float) -> None:
+    value = _TIMEVAL.pack(int(seconds), max(1000, int(seconds % 1 * 1e6)))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 def _skip(waiting: list[memoryview], at: int, count: int) -> int:
@@ -546,29 +581,29 @@ def _receive_blocks(
         OSError, EOFError, TimeoutError: the source is gone or too slow.
         DecodeError: it said something else than was asked.
     """
-    try:
+    with _blocking(sock):
         start = bytearray(LENGTHS_BYTES)
         _receive_all(sock, [memoryview(start)], end_s)
         head_bytes, body_bytes = lengths(start)
         head = bytearray(head_bytes)
         _receive_all(sock, [memoryview(head)], end_s)
-        message = read_head(bytes(head), ToTarget)
-        blocks = _fitting(message, batch, room, body_bytes)
-        payloads: list[memoryview | None] = []
-        into: list[memoryview] = []
+        blocks = _fitting(read_head(bytes(head), ToTarget), batch, room, body_bytes)
+        sums: list[bytes] = []
+        right = True
         for told, block in zip(blocks, room, strict=False):
+            # Block by block: a checksum costs a third while the bytes are in the cache.
             if told.codec == "none":
-                payloads.append(None)
-                into += block.views
+                _receive_all(sock, block.views, end_s)
+                found = checksums_of(block)
+                right = right and found == told.checksums
             else:
-                scratch = memoryview(mmap.mmap(-1, told.size))
-                payloads.append(scratch)
-                into.append(scratch)
-        _receive_all(sock, into, end_s)
-        return _verified(blocks, payloads, room), body_bytes
-    finally:
-        with contextlib.suppress(OSError):
-            sock.setblocking(False)
+                payload = memoryview(mmap.mmap(-1, told.size))
+                _receive_all(sock, [payload], end_s)
+                right = right and checksums(payload) == told.checksums and decoded(block, payload, told.codec)
+                found = checksums_of(block)
+            if right:
+                sums.append(found)
+        return sums, body_bytes
 
 
 def _fitting(message: object, batch: Sequence[int], room: Sequence[HostBlock], body_bytes: int) -> tuple[Block, ...]:
@@ -588,20 +623,3 @@ def _fitting(message: object, batch: Sequence[int], room: Sequence[HostBlock], b
         if told.size > size_max or not told.size or (told.codec == "none" and told.size != block.size):
             raise DecodeError("a block of another size than its signature says")
     return blocks
-
-
-def _verified(blocks: Sequence[Block], payloads: Sequence[memoryview | None], room: Sequence[HostBlock]) -> list[bytes]:
-    sums: list[bytes] = []
-    for told, payload, block in zip(blocks, payloads, room, strict=False):
-        if payload is None:
-            found = checksums_of(block)
-            if found != told.checksums:
-                break
-        else:
-            if checksums(payload) != told.checksums:
-                break
-            if not decoded(block, payload, told.codec):
-                break
-            found = checksums_of(block)
-        sums.append(found)
-    return sums

@@ -76,7 +76,7 @@ class HostTier:
         """
         self.order = order
         self.pages = bytes_max // PAGE_BYTES
-        self._arena = mmap.mmap(-1, max(1, self.pages) * PAGE_BYTES)
+        self._arena = mmap.mmap(-1, max(1, self.pages) * PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(AttributeError, OSError):
             self._arena.madvise(mmap.MADV_HUGEPAGE)  # fewer faults on the first write of each page
         self._memory = memoryview(self._arena)
