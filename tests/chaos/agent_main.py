@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import workers.agent
+import workers.kv_keeper
 from subjects.messages import EngineType
 from workers.agent import AgentConfig, run_agent
 from workers.devices import cpu_devices
@@ -37,9 +38,11 @@ def main() -> None:
     parser.add_argument("--name", default="test")
     parser.add_argument("--kv-dir", type=Path)
     parser.add_argument("--kv-disk", type=int, default=256 << 20)
+    parser.add_argument("--kv-locked-tries", type=int, default=workers.kv_keeper.LOCKED_TRIES_MAX)
     options = parser.parse_args()
     if options.scripted:
         workers.agent.exec_replica = exec_scripted  # type: ignore[attr-defined]
+    workers.kv_keeper.LOCKED_TRIES_MAX = options.kv_locked_tries
     kv = None
     if options.kv_dir is not None:
         kv = KvConfig(directory=options.kv_dir, memory_bytes=32 << 20, disk_bytes=options.kv_disk)

@@ -8,16 +8,18 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvcache.client import KvNode
-from subjects.ids import OperationId, WorkerId
-from subjects.messages import CommandOutcome, EvictKv, KvReport, KvTier
+from kvcache.client import KvClient, KvNode
+from subjects.ids import OperationId, ReplicaId, WorkerId
+from subjects.messages import CommandOutcome, EvictKv, KvReport, KvTier, MigrateKv
 from subjects.nats_bus import NatsBus
 from tests.chaos.test_agent_processes import Desk, gone, model
 from tests.servers import NatsServer
 from tests.waiting import until
+from tests.wire.kv_nodes import BLOCK_BYTES, MODEL_HASH, SALT, SIGNATURE, USE, WEIGHTS_HASH, chain, right, room, rows
 
 
 class KvDesk(Desk):
@@ -128,7 +130,8 @@ async def test_the_end_of_an_agent_ends_its_node_after_its_replicas(desk: KvDesk
 async def test_a_second_worker_in_the_same_directory_does_without_a_disk(desk: KvDesk) -> None:
     """One node owns a directory; another is told so and keeps KV in memory, after it has waited for the first to end."""
     await desk.start_kv("--name", "one")
-    other = await desk.start_agent("--kv-dir", str(desk.directory / "kv"), "--name", "two")
+    flags = ("--kv-dir", str(desk.directory / "kv"), "--name", "two", "--kv-locked-tries", "1")
+    other = await desk.start_agent(*flags)
     kv = await desk.node_runs(other, within_s=90)
     assert [tier.tier for tier in kv.tiers] == [KvTier.HOST]
     assert "is used by another process" in kv.note
@@ -142,3 +145,53 @@ async def test_an_eviction_reaches_the_real_node(desk: KvDesk) -> None:
     assert (await desk.command(worker, command)).outcome is CommandOutcome.ACCEPTED
     end = await desk.end_of(operation)
     assert (end.failure, end.detail) == ("", "0 blocks, 0 B from host memory, 0 B from disk")
+
+
+async def test_a_migration_goes_from_node_to_node(desk: KvDesk) -> None:
+    """Two workers with nodes of their own: the one that is told pulls what it lacks, over the data path, and says what
+    came; what it has then can be dropped to the half (SCH-8, KVC-4)."""
+    source = await desk.start_kv("--name", "one")
+    target = await desk.start_agent("--kv-dir", str(desk.directory / "kv2"), "--name", "two")
+    await desk.node_runs(target)
+    hashes = chain(1, 12)
+
+    def client(worker: WorkerId) -> KvClient:
+        return KvClient(
+            desk.socket(worker),
+            model_hash=MODEL_HASH,
+            weights_hash=WEIGHTS_HASH,
+            signature=SIGNATURE,
+            replica=ReplicaId("r-1"),
+            timeout_s=10.0,
+        )
+
+    writer = client(source)
+    assert await asyncio.to_thread(writer.write, SALT, b"", hashes, rows(hashes), USE) == 12
+    writer.close()
+
+    async def done(name: str, worker: WorkerId, **fields: Any) -> str:
+        kind = MigrateKv if "source_worker" in fields else EvictKv
+        command = kind(operation=OperationId(name), epoch=1, kv_signature=SIGNATURE.model, **fields)
+        assert (await desk.command(worker, command)).outcome is CommandOutcome.ACCEPTED
+        end = await desk.end_of(OperationId(name))
+        return end.failure or end.detail
+
+    async with asyncio.timeout(40):
+        # A node joins the bus after it serves its own host; until then nobody offers it anything.
+        attempt = 0
+        while not (told := await done(f"pull{attempt}", target, source_worker=source, timeout_s=10.0)).startswith("12 "):
+            attempt += 1
+            await asyncio.sleep(0.2)
+    assert told == f"12 blocks of 1 chains, {12 * BLOCK_BYTES // 1024} KiB"
+    reader = client(target)
+    into = room(12)
+    assert await asyncio.to_thread(reader.read, SALT, hashes, into) == 12 and right(into, hashes, 12)
+    reader.close()
+    assert (await done("evict", target, ratio=0.5)).startswith("6 blocks, ")
+    left = await until(lambda: held(desk.node(target)) == 6 and held(desk.node(source)) == 12, "what is left of it")
+    assert left
+
+
+def held(kv: KvReport | None) -> int:
+    """Blocks of the model in a node's host memory, as its agent told it last."""
+    return sum(model.host_blocks for model in kv.models) if kv is not None else 0
