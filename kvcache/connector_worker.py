@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
@@ -39,6 +39,8 @@ AWAY_S = 1.0
 """After a failure nothing is copied for the node for so long."""
 QUEUE_MAX = 4096
 """Jobs of the saving thread."""
+REPORT_S = 60.0
+"""Between two lines of the log about what was lost."""
 FLUSH_S = 1.0
 """What an end waits for saves under way."""
 
@@ -349,6 +351,8 @@ class WorkerSide:
         self.saver = Saver(blocks, make_client(), staging_bytes)
         self._failed: set[int] = set()
         self._loaded: dict[str, int] = {}
+        self._report_at_s = 0.0
+        self._reported = Counts()
 
     @property
     def counts(self) -> Counts:
@@ -394,7 +398,24 @@ class WorkerSide:
         """For the scheduler's half."""
         lost, away = self.saver.news()
         loaded, self._loaded = self._loaded, {}
+        self._report()
         return StepNews(loaded=loaded, lost=lost, away=away)
+
+    def _report(self) -> None:
+        counts, reported = self.counts, self._reported
+        losses = (counts.not_loaded, counts.skipped_full, counts.skipped_away)
+        now_s = time.monotonic()
+        if losses == (reported.not_loaded, reported.skipped_full, reported.skipped_away) or now_s < self._report_at_s:
+            return
+        self._report_at_s, self._reported = now_s + REPORT_S, replace(counts)
+        log.warning(
+            "KV was computed again or not saved",
+            blocks_not_loaded=counts.not_loaded,
+            blocks_not_saved_staging_full=counts.skipped_full,
+            blocks_not_saved_node_away=counts.skipped_away,
+            blocks_loaded=counts.loaded,
+            blocks_saved=counts.saved,
+        )
 
     def close(self) -> None:
         """Ends both threads, after at most about two seconds."""

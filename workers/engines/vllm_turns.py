@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from profiles.costs import chunk_tokens
 from subjects.messages import ModelRecord
@@ -25,6 +26,7 @@ from workers.spec import ReplicaSpec
 from workers.turns import DeviceTurns
 
 CONFIG_KEY = "carpool_turns"
+LOADING = RequestStatus.WAITING_FOR_REMOTE_KVS
 PACE_SHARE = 0.5
 """Of the time per token that a model promises; the simulator's engines have the same."""
 
@@ -81,7 +83,11 @@ class TurnTakingScheduler(Scheduler):  # type: ignore[misc]  # vLLM comes withou
         asked_s = time.monotonic()
         most = self.max_num_scheduled_tokens
         allowed = most
-        prompts = bool(self.waiting) or any(request.is_prefill_chunk for request in self.running)
+        prompts = (
+            bool(self.waiting)
+            or any(request.is_prefill_chunk for request in self.running)
+            or any(True for _ in self._with_blocks())
+        )
         if prompts:
             least = min(self._least_tokens, most)
             allowed = self.young.prompt_tokens(asked_s, self._answers(), self._prompts(), least=least, most=most)
@@ -119,9 +125,17 @@ class TurnTakingScheduler(Scheduler):  # type: ignore[misc]  # vLLM comes withou
         """With what may be cached of those that wait: vLLM looks that up when it admits them."""
         for request in self.waiting:
             yield request.request_id, request.num_tokens - request.num_computed_tokens
+        for request in self._with_blocks():
+            yield request.request_id, request.num_tokens - request.num_computed_tokens
         for request in self.running:
             if request.is_prefill_chunk:
                 yield request.request_id, request.num_tokens - request.num_computed_tokens
+
+    def _with_blocks(self) -> Iterator[Any]:
+        """Requests whose KV was loaded from outside; those whose KV is still being loaded need no step."""
+        for request in self.kv_holding_waiting:
+            if request.status is not LOADING or request.request_id in self.finished_recving_kv_req_ids:
+                yield request
 
     def _schedule_decodes(self) -> Any:
         # vLLM would prefill all the same once a step could not take in all that waits; for young answers it must not.

@@ -1,0 +1,19 @@
+"""The fixed workload of questions to shared documents."""
+
+from __future__ import annotations
+
+from ops.bench import shared_docs
+
+
+def test_the_file_is_what_its_seed_gives() -> None:
+    """Whoever measures with it measures with the same texts, in the same order."""
+    assert shared_docs.PATH.read_bytes() == shared_docs.encoded(shared_docs.make())
+
+
+def test_each_document_is_asked_each_question_once() -> None:
+    """In one order, in which no document is asked about all at once."""
+    workload = shared_docs.read()
+    assert sorted(workload.order) == [(document, question) for document in range(4) for question in range(4)]
+    assert all(len(text.split()) > 1000 for text in workload.documents)
+    assert len({document for document, _ in workload.order[:4]}) > 1
+    assert shared_docs.make(1).documents != workload.documents
