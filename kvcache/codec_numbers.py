@@ -89,7 +89,7 @@ def _e4m3_codes() -> Array:
 
 
 def to_e4m3(values: Array) -> Array:
-    """Bytes of e4m3, rounded to even and saturated at 448 as engines do; NaN stays NaN."""
+    """Bytes of e4m3, rounded to even and saturated at 448 as GPUs do; NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     index = (bits >> 16).astype(np.uint16)
     index |= (bits & 0xFFFF) != 0  # an exact tie differs from what lies just above it in this bit alone
@@ -137,6 +137,12 @@ def parts(signature: KvSignature, elements: Array) -> list[Part]:
     groups = layers if elements.size % (layers * row) == 0 else 1
     shape = (groups, elements.size // (groups * row), row)
     return [Part(False, elements.reshape(shape), shape)]
+
+
+def plain_form(form: str) -> bool:
+    """Whether an element's place does not depend on its size, so that another precision has it at the same place."""
+    order = form.partition(";")[0].partition("@")[0]
+    return order in _FORMS and not order.startswith("layer,head,kv:")
 
 
 _Views: TypeAlias = tuple[Array, Array] | None

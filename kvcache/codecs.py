@@ -234,6 +234,15 @@ def _step_sizes(exponents: Array) -> Array:
 _FRACTIONS = tuple(round(2.0 ** (index / _OCTAVE) * 2**20) / 2**20 for index in range(_OCTAVE))
 
 
+def _fold(two: np.ufunc, groups: Array) -> Array:
+    """``two.reduce`` over the last axis, which numpy does slowly where that axis is short."""
+    while groups.shape[-1] % 2 == 0:
+        half = groups.shape[-1] // 2
+        groups = two(groups[..., :half], groups[..., half:])
+    folded: Array = two.reduce(groups, axis=-1)
+    return folded
+
+
 def _encode_rows(values: Array, group: int, levels: int, even: bool) -> bytes | None:
     """Steps, offsets, stream numbers and codes of ``[heads, rows, elements]``; None where a value is no finite number.
 
@@ -241,7 +250,7 @@ def _encode_rows(values: Array, group: int, levels: int, even: bool) -> bytes | 
     """
     heads = values.shape[0]
     groups = values.reshape(heads, -1, group)
-    low, high = groups.min(axis=2), groups.max(axis=2)
+    low, high = _fold(np.minimum, groups), _fold(np.maximum, groups)
     largest = np.maximum(np.abs(low), np.abs(high))
     if not largest.max() < _FINITE_MAX:  # also when it is not a number
         return None
@@ -255,10 +264,13 @@ def _encode_rows(values: Array, group: int, levels: int, even: bool) -> bytes | 
         np.ceil(np.log2(np.maximum(least, tiny)) * _OCTAVE + 0.01),
     ).astype(np.int16)
     steps = _step_sizes(exponents.astype(np.int32))[..., None]
-    counts = np.rint(groups / steps)
-    offsets = counts.min(axis=2, keepdims=True)
-    codes = (counts - offsets).astype(np.uint8)
-    streams = np.ceil(2 * np.log2(codes.max(axis=2).astype(np.float32) + 1)).astype(np.uint8)
+    counts = groups / steps
+    np.rint(counts, out=counts)
+    offsets = np.rint(low[..., None] / steps)
+    counts -= offsets
+    codes = counts.astype(np.uint8)
+    most = np.rint(high[..., None] / steps) - offsets
+    streams = np.ceil(2 * np.log2(most + 1)).astype(np.uint8)
     body = [
         _planes(exponents),
         _planes(offsets.astype(np.int16)),
