@@ -89,6 +89,7 @@ class Node:
             holdings=self.policy.holdings,
             keeper=self.policy,
             on_disk_refused=self._disk_refused,
+            on_memory_wrong=self._memory_wrong,
             on_read=lambda size, seconds: self.exchange.bandwidths.measured(DISK, size, seconds),
         )
         self.tiers.disk_state = self._no_disk
@@ -169,6 +170,14 @@ class Node:
             else:
                 log.info("KV store", finding=finding.kind, file=finding.file, detail=finding.detail)
 
+    def _memory_wrong(self) -> None:
+        self.alerts.say(
+            "kv-corrupt",
+            "KV in host memory was not what had been written, is dropped and computed again",
+            severity=Severity.CRITICAL,
+            remedy="test the memory of this host",
+        )
+
     def _disk_refused(self, refusal: Refusal) -> None:
         if refusal in _DISK_ALERTS:
             kind, remedy = _DISK_ALERTS[refusal]
@@ -196,12 +205,7 @@ class Node:
 
     async def corrupt(self, identity: KvIdentity, hash: bytes) -> None:
         """A block did not have its checksum."""
-        self.alerts.say(
-            "kv-corrupt",
-            "KV in host memory was not what had been written, is dropped and computed again",
-            severity=Severity.CRITICAL,
-            remedy="test the memory of this host",
-        )
+        self._memory_wrong()
         await self.tiers.corrupt(identity, hash)
 
     async def prepare(self, identity: KvIdentity, hashes: Sequence[bytes], engine: Attach, asked: Prepare) -> int:
@@ -230,6 +234,7 @@ class Node:
         in_host = tiers.in_host()
         in_disk = disk.by_model if disk is not None else {}
         hashes = self.models.by_signature()
+        gone = tiers.holdings.gone
         return KvStats(
             node=self.name,
             host=KvTierStats(bytes_used=host.bytes_used, bytes_max=host.bytes_max, blocks=len(host)),
@@ -244,8 +249,11 @@ class Node:
                     host_bytes=in_host.get(model, (0, 0))[1],
                     disk_blocks=in_disk[model].blocks if model in in_disk else 0,
                     disk_bytes=in_disk[model].bytes if model in in_disk else 0,
+                    hits=counts.of_model.get(model, (0, 0))[0],
+                    misses=counts.of_model.get(model, (0, 0))[1],
+                    evicted=gone.get(model, 0),
                 )
-                for model in sorted({*in_host, *in_disk})
+                for model in sorted({*in_host, *in_disk, *counts.of_model, *gone})
             ),
             hits=counts.hits,
             misses=counts.misses,

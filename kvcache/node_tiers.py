@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from kvcache.core.holdings import Held, Holdings
@@ -36,6 +36,7 @@ TOLD_S = 2.0
 FREE_SHARE = 0.03
 """Of the arena that is kept free, so that writers seldom wait."""
 
+_Put = tuple[int, Refusal | None, HostBlock | None]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -75,6 +76,8 @@ class TierCounts:
     """From disk."""
     read_s: float = 0.0
     """That reading them took."""
+    of_model: dict[str, list[int]] = field(default_factory=dict)
+    """Hits and misses by ``KvSignature.model``."""
 
 
 class Tiers:
@@ -90,6 +93,7 @@ class Tiers:
         holdings: Holdings | None = None,
         keeper: Keeper | None = None,
         on_disk_refused: Callable[[Refusal], None] = lambda refusal: None,
+        on_memory_wrong: Callable[[], None] = lambda: None,
         on_read: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
         self.host = host
@@ -104,6 +108,7 @@ class Tiers:
         self._settings = settings
         self._keeper: Keeper = keeper or KeepNothing()
         self._on_disk_refused = on_disk_refused
+        self._on_memory_wrong = on_memory_wrong
         self._on_read = on_read
         self._dirty: dict[bytes, HostBlock] = {}
         self._disk_rests_until_s = 0.0
@@ -173,6 +178,9 @@ class Tiers:
             self.holdings.used(block.key, now_s, replica)
         self.counts.hits += len(found)
         self.counts.misses += len(hashes) - len(found)
+        of_model = self.counts.of_model.setdefault(identity.signature.model, [0, 0])
+        of_model[0] += len(found)
+        of_model[1] += len(hashes) - len(found)
         return found
 
     def release(self, blocks: Iterable[HostBlock]) -> None:
@@ -309,38 +317,43 @@ class Tiers:
         return await self._whole(self._evict(model, ratio))
 
     async def _evict(self, model: str, ratio: float) -> tuple[int, int, int]:
-        host_bytes = disk_bytes = 0
-        leaving = self.holdings.coldest(model, ratio)
+        async with self._demoting:  # what is on its way to disk would be there again
+            leaving = self.holdings.coldest(model, ratio)
+            host_bytes = 0
+            for held in leaving:
+                block = self.host.find(held.key)
+                if block is not None:
+                    host_bytes += len(block.slots) * PAGE_BYTES
+            return host_bytes, await self._drop(leaving), len(leaving)
+
+    async def _drop(self, leaving: Sequence[Held]) -> int:
+        """Out of both tiers; bytes on disk that came free. While ``_demoting`` is held."""
+        disk_bytes = 0
         by_identity: dict[bytes, list[Held]] = {}
-        for held in leaving:
-            by_identity.setdefault(held.identity.key, []).append(held)
         for held in leaving:
             block = self.host.find(held.key)
             if block is not None:
-                host_bytes += len(block.slots) * PAGE_BYTES
                 self._forget(block)
+            if held.disk:
+                by_identity.setdefault(held.identity.key, []).append(held)
         for some in by_identity.values():
-            on_disk = [held for held in some if held.disk]
-            if self.store is not None and on_disk:
-                gone = await self._write(self.store.drop, on_disk[0].identity, [held.hash for held in on_disk])
+            if self.store is not None:
+                gone = await self._write(self.store.drop, some[0].identity, [held.hash for held in some])
                 disk_bytes += gone.bytes
-            for held in on_disk:
+            for held in some:
                 self.holdings.left(held.key, KvTier.DISK)
-        return host_bytes, disk_bytes, len(leaving)
+        return disk_bytes
 
     async def corrupt(self, identity: KvIdentity, hash: bytes) -> None:
         """A block was not what it had been: it leaves both tiers and is computed again."""
         await self._whole(self._corrupt(identity, hash))
 
     async def _corrupt(self, identity: KvIdentity, hash: bytes) -> None:
-        self.counts.corrupt += 1
-        key = identity.key + hash
-        block = self.host.find(key)
-        if block is not None:
-            self._forget(block)
-        if self.store is not None:
-            await self._write(self.store.drop, identity, [hash])
-            self.holdings.left(key, KvTier.DISK)
+        async with self._demoting:
+            held = self.holdings.get(identity.key + hash)
+            if held is not None:
+                self.counts.corrupt += 1
+                await self._drop([held])
 
     def find_disk(self) -> None:
         """What the store holds at the start is held."""
@@ -452,12 +465,13 @@ class Tiers:
         """Writes dirty blocks to disk, as far as it takes them."""
         if self.store is None:
             return
-        async with self._demoting:
-            waiting = [block for block in blocks if not block.on_disk and not block.gone]
-            while waiting and self.now_s() >= self._disk_rests_until_s:
+        waiting = list(blocks)
+        while waiting and self.now_s() >= self._disk_rests_until_s:
+            async with self._demoting:
+                waiting = [block for block in waiting if not block.on_disk and not block.gone]
                 batch = _one_batch(waiting)
-                waiting = [block for block in waiting if block not in batch and not block.on_disk and not block.gone]
-                await self._whole(self._demote_batch([block for block in batch if not block.gone]))
+                waiting = [block for block in waiting if block not in batch]
+                await self._whole(self._demote_batch(batch))
 
     async def _demote_batch(self, batch: Sequence[HostBlock]) -> None:
         assert self.store is not None
@@ -468,11 +482,15 @@ class Tiers:
         for block in batch:
             self.host.pin(block)
         try:
-            kept, refusal = await self._write(self._put, identity, batch, codec)
+            kept, refusal, wrong = await self._write(self._put, identity, batch, codec)
         finally:
             for block in batch:
                 self.host.unpin(block)
         now_s = self.now_s()
+        if wrong is not None:  # memory changed under it: what was before it in the batch is written, it is gone
+            self.counts.corrupt += 1
+            self._forget(wrong)
+            self._on_memory_wrong()
         for block in batch[:kept]:
             self._dirty.pop(block.key, None)
             if not block.gone:
@@ -501,11 +519,15 @@ class Tiers:
         self._disk_rests_until_s = self.now_s() + (HOT_RETRY_S if refusal is Refusal.HOT else DISK_RETRY_S)
         self._on_disk_refused(refusal)
 
-    def _put(self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str) -> tuple[int, Refusal | None]:
-        """In a thread."""
+    def _put(self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str) -> _Put:
+        """In a thread: how many were kept, why not more, and the first that is no longer what it had been."""
         assert self.store is not None
         stored: list[StoredBlock] = []
+        wrong: HostBlock | None = None
         for block in batch:
+            if checksums_of(block) != block.checksums:
+                wrong = block
+                break
             if codec == "none":
                 stored.append(StoredBlock(block.hash, block.parent, block.views))
                 continue
@@ -514,7 +536,7 @@ class Tiers:
             payload = codecs.encode(identity.signature, raw_of(block), codec)
             stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
         result = self.store.put(identity, stored, time.time())
-        return result.kept, result.refused
+        return result.kept, result.refused, wrong
 
 
 def raw_of(block: HostBlock) -> memoryview:
@@ -546,6 +568,8 @@ def decoded(block: HostBlock, payload: memoryview, codec: str) -> bool:
 
 def _one_batch(blocks: Sequence[HostBlock]) -> list[HostBlock]:
     """Blocks of the first one's identity, of together at most a batch's bytes."""
+    if not blocks:
+        return []
     identity_key = blocks[0].identity.key
     batch: list[HostBlock] = []
     total = 0

@@ -64,6 +64,8 @@ class Holdings:
         """Last blocks of spans that may have changed since the last news."""
         self._told: dict[bytes, tuple[KvIdentity, KvSpan]] = {}
         self._sorted: list[bytes] | None = None
+        self.gone: dict[str, int] = {}
+        """Blocks that left the last tier that had them, by ``KvSignature.model``."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -114,6 +116,8 @@ class Holdings:
         if block.host or block.disk:
             return
         del self._blocks[key]
+        model = block.identity.signature.model
+        self.gone[model] = self.gone.get(model, 0) + 1
         prefix = block.identity.key
         parent = self._blocks.get(prefix + block.parent) if block.parent else None
         if parent is not None:

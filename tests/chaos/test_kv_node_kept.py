@@ -188,8 +188,11 @@ async def test_a_migration_goes_from_node_to_node(desk: KvDesk) -> None:
     assert await asyncio.to_thread(reader.read, SALT, hashes, into) == 12 and right(into, hashes, 12)
     reader.close()
     assert (await done("evict", target, ratio=0.5)).startswith("6 blocks, ")
-    left = await until(lambda: held(desk.node(target)) == 6 and held(desk.node(source)) == 12, "what is left of it")
-    assert left
+    assert await until(lambda: held(desk.node(target)) == 6 and held(desk.node(source)) == 12, "what is left of it")
+    kv = desk.node(target)
+    assert kv is not None
+    (counts,) = [(model.kv_signature, model.hits, model.evicted) for model in kv.models]
+    assert counts == (SIGNATURE.model, 12, 6)
 
 
 def held(kv: KvReport | None) -> int:
