@@ -113,7 +113,7 @@ def evict_kv(model: str, ratio: float, worker: str, as_json: bool, nats_url: str
     argument: dict[str, Any] = {"model": model, "ratio": ratio}
     if worker:
         argument["worker"] = worker
-    _finish(run(_carried_out("evict-kv", argument, EVICT_S, bus_url(nats_url, pool_name), quiet=as_json)), as_json)
+    _finish(run(carried_out("evict-kv", argument, EVICT_S, bus_url(nats_url, pool_name), quiet=as_json)), as_json)
 
 
 @click.command("migrate-kv", short_help="Copy a model's KV from one worker to another.")
@@ -138,10 +138,10 @@ def migrate_kv(model: str, source: str, target: str, timeout_s: float, as_json: 
     carpool migrate-kv smollm2 --from smollm2-3-1-5be0cd19c1 --to gpu-host-2
     """
     argument = {"model": model, "source": source, "target": target, "timeout_s": timeout_s}
-    _finish(run(_carried_out("migrate-kv", argument, timeout_s, bus_url(nats_url, pool_name), quiet=as_json)), as_json)
+    _finish(run(carried_out("migrate-kv", argument, timeout_s, bus_url(nats_url, pool_name), quiet=as_json)), as_json)
 
 
-async def _carried_out(verb: str, argument: dict[str, Any], bound_s: float, url: str, *, quiet: bool) -> dict[str, Any]:
+async def carried_out(verb: str, argument: dict[str, Any], bound_s: float, url: str, *, quiet: bool) -> dict[str, Any]:
     """Begins an operation and waits until all its transactions have ended, telling how far they are."""
     from ops.control import control
     from subjects.errors import CarpoolError

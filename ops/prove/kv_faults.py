@@ -21,13 +21,13 @@ from msgspec import structs
 from kvcache import kvc_format
 from kvcache.core.identity import PAGE_BYTES
 from ops.control import control
+from ops.kv_cli import carried_out
 from ops.prove.kv_places import MODEL, Place, Tally, document, questions, right_answers, running_place, services_of
 from ops.prove.sick_disk import SickDisk
-from ops.prove.workplace import Figures, Say, service, until
+from ops.prove.workplace import Figures, Say, until
 from subjects import names
 from subjects.bus import BusMessage
 from subjects.codec import decode
-from subjects.errors import CarpoolError
 from subjects.messages import Alert
 
 ANSWER_S_MAX = 60.0
@@ -35,7 +35,6 @@ ANSWER_S_MAX = 60.0
 ON_DISK_S_MAX = 30.0
 SETTLE_S = 6.0
 """After that a new block has been offered to the disk."""
-OTHER = "other"
 _SECOND_WORKER = ("worker", "--id", "second", "--device", "cpu:6GiB", "--threads", "1", "--kv-rate", "4MiB")
 
 
@@ -50,7 +49,7 @@ async def prove_faults(directory: Path, rng: random.Random, say: Say) -> Figures
     disk.fail(0)
     alerts: list[str] = []
     control_tally = Tally(lambda _line: None, right)
-    services = services_of() + service(OTHER, "builtin:tiny-7", "type: vllm, max_context_len: 512, kv_cache_bytes: 64MiB")
+    services = services_of()
     place_of = running_place(directory, tally, services, environment=disk.environment, more={"second": _SECOND_WORKER})
     async with place_of as place, _heard(place, alerts):
         table = Table(place, prompt, rng, disk)
@@ -69,11 +68,13 @@ async def prove_faults(directory: Path, rng: random.Random, say: Say) -> Figures
         "faults_compared": tally.compared,
         "faults_cached_tokens": tally.cached,
         "faults_alerts": table.told,
+        "faults_migration": table.migration,
         "faults_slowest_answer_s": round(tally.slowest_s, 2),
     }
     held = {
         "wrong_text_under_faults == 0": tally.wrong == 0,
         f"faults_slowest_answer_s <= {ANSWER_S_MAX:g}": tally.slowest_s <= ANSWER_S_MAX,
+        "a migration ends when its source dies": table.migration_ended,
         "without a fault the disk serves": tally.cached["files alone"] > 0,
         "people were told where due": not untold,
         "pages with other KV and right checksums change the text": control_tally.wrong > 0,
@@ -89,8 +90,10 @@ class Table:
         self._prompt = prompt
         self._rng = rng
         self._disk = disk
-        self._spare = b""
+        self._second = ""
         self.told: dict[str, list[str]] = {}
+        self.migration = ""
+        self.migration_ended = False
         self.rows: dict[str, Callable[[], Awaitable[None]]] = {
             "files alone": lambda: self._with_files("files alone", lambda _file: None),
             "flipped bit": lambda: self._with_files("flipped bit", self._flip),
@@ -112,18 +115,17 @@ class Table:
         """The segments of the first worker's node."""
         second = self._place.directory / "state" / "second"
         found = self._place.directory.glob(f"**/*{kvc_format.SUFFIX}")
-        return sorted(file for file in found if second not in file.parents and self._model_of(file) != OTHER)
+        return sorted(file for file in found if second not in file.parents)
 
-    def _model_of(self, file: Path) -> str:
-        try:
-            header = kvc_format.decode_header(file.read_bytes()[: kvc_format.HEADER_BYTES])
-        except kvc_format.FormatError:
-            return ""
-        return MODEL if header.identity.signature.layers == self._layers else OTHER
+    async def _workers(self) -> list[str]:
+        devices = await control(self._place.pool.nats_url, "get", {"what": "devices"})
+        return sorted({device["worker"] for device in devices})
 
     async def start(self) -> None:
-        """Computes the prompt once; keeps a segment of another model for later."""
-        self._layers = 30
+        """Computes the prompt once, on the first worker."""
+        # Until it is wanted, the second worker has nothing.
+        self._second = next(worker for worker in await self._workers() if worker.startswith("second-"))
+        await self._place.order("drain", worker=self._second, bound_s=5)
         await self._place.ask("cold", self._prompt)
         await self._on_disk()
 
@@ -255,25 +257,23 @@ class Table:
         await asyncio.sleep(1.5)
         node.kill()
         await pull
+        await self._place.order("unlock", worker=self._second)
         await self._place.order("drain", worker=first, bound_s=5)
         await self._place.until_elsewhere(first)
         await self._place.ask("source dies mid transfer", self._prompt)
         await self._place.order("unlock", worker=first)
-        (row,) = await self._place.until_ready(1)
-        await self._place.order("drain", worker=row["worker"], bound_s=5)
-        await self._place.until_elsewhere(row["worker"])
+        await self._place.order("drain", worker=self._second, bound_s=5)
+        await self._place.until_elsewhere(self._second)
         await self._place.ask("source is back", self._prompt)
-        await self._place.order("unlock", worker=row["worker"])
 
     async def _migrate(self, source: str) -> None:
-        devices = await control(self._place.pool.nats_url, "get", {"what": "devices"})
-        (target,) = {device["worker"] for device in devices} - {source}
         # The command may end well or say that the source is gone; what counts is that it ends.
-        argument = {"model": MODEL, "source": source, "target": target}
-        try:
-            await control(self._place.pool.nats_url, "migrate-kv", argument, timeout_s=ANSWER_S_MAX)
-        except CarpoolError as error:
-            self._place.tally.say(f"source dies mid transfer: {error}")
+        argument = {"model": MODEL, "source": source, "target": self._second, "timeout_s": ANSWER_S_MAX}
+        ended = await carried_out("migrate-kv", argument, ANSWER_S_MAX, self._place.pool.nats_url, quiet=True)
+        for row in ended["transactions"]:
+            self.migration = f"{row['outcome']}"
+            self._place.tally.say(f"source dies mid transfer: {row['outcome']}")
+            self.migration_ended = row["ended"]
 
 
 def _blocks(file: Path) -> list[kvc_format.BlockEntry]:
