@@ -40,13 +40,15 @@ log = structlog.get_logger(__name__)
 CONNECTOR_MODULE = "kvcache.vllm_connector"
 CONNECTOR_CLASS = "CarpoolConnector"
 PREPARE_S_MAX = 10.0
-PREPARE_S_MIN = 0.05
+PREPARE_S_MIN = 0.1
+LOAD_S_MIN = 0.25
+"""A load is given this long even where computing would be quicker: what was started is mostly over by then."""
 PREFILL_TOKENS_PER_S_UNKNOWN = 1000.0
 """For deadlines only, until a prompt was measured."""
 QUICK_S = 0.05
 """A node that looks into its own memory answers in less; one that fetches from another node takes longer and still answers
 pings."""
-PING_S = 0.15
+PING_S = 0.25
 RETRY_S = 1.0
 """Between two looks whether a node that did not answer is back."""
 SPEED_SMOOTHING = 0.2
@@ -202,7 +204,7 @@ class KvReuse:
             self.unanswered += 1
             self._look_for_it(str(error))
             return KvRequest(use=use)
-        return KvRequest(ready=blocks, asked=True, deadline_s=deadline_s, use=use)
+        return KvRequest(ready=blocks, asked=True, deadline_s=max(LOAD_S_MIN, deadline_s), use=use)
 
     async def _ask(self, node: KvNode, salt: bytes, hashes: Sequence[bytes], deadline_s: float, use: KvUse) -> int:
         asking = asyncio.ensure_future(
