@@ -80,7 +80,7 @@ SHIPPED = Levels()
 def encode(signature: KvSignature, block: Buffer, codec: str) -> bytes:
     """The payload of one block of ``signature.block_bytes`` bytes.
 
-    Blocks with values that are no finite numbers are kept without loss by every codec.
+    Blocks with values that are no finite numbers, or in a precision that is not known, are kept without loss by every codec.
 
     Raises:
         CodecError: unknown codec, or the block has another size than the signature says.
@@ -90,9 +90,9 @@ def encode(signature: KvSignature, block: Buffer, codec: str) -> bytes:
         raise CodecError(f"a block of {memoryview(block).nbytes} bytes, expected {signature.block_bytes}")
     if codec == "none":
         return bytes(block)
-    if codec == "int4":
+    if codec == "int4" and _known(signature):
         return encode_grouped(signature, block, SHIPPED)
-    if codec == "fp8" and signature.dtype in numbers.WIDE:
+    if codec == "fp8" and _known(signature) and signature.dtype in numbers.WIDE:
         body = _encode_fp8(signature, block)
         if body is not None:
             return _payload(signature, "fp8", False, body)
@@ -134,10 +134,12 @@ def decode(signature: KvSignature, payload: Buffer, codec: str, into: memoryview
     way, across, body = _open(signature, payload)
     if way not in ("lossless", codec):
         raise CodecError(f"a payload of codec {way}, expected {codec}")
-    elements = numbers.raw(into, signature.dtype)
     if way == "lossless":
         _decode_lossless(body, into)
+    elif not _known(signature):
+        raise CodecError(f"numbers of precision {signature.dtype[:40]!r} are not known")
     else:
+        elements = numbers.raw(into, signature.dtype)
         for part in numbers.parts(signature, elements):
             if way == "fp8":
                 values = _decode_fp8(body, part)
@@ -175,15 +177,25 @@ def _check_codec(codec: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- lossless
 
 
+def _known(signature: KvSignature) -> bool:
+    """Whether the block can be read as numbers."""
+    return signature.dtype in numbers.RAW and signature.block_bytes % np.dtype(numbers.RAW[signature.dtype]).itemsize == 0
+
+
+def _width(signature: KvSignature) -> int:
+    """Bytes of an element; 1 where that is not known."""
+    return np.dtype(numbers.RAW[signature.dtype]).itemsize if _known(signature) else 1
+
+
 def _encode_lossless(signature: KvSignature, block: Buffer) -> bytes:
     data = np.frombuffer(block, np.uint8)
-    width = np.dtype(numbers.RAW[signature.dtype]).itemsize
+    width = _width(signature)
     planes = (_section(data[index::width].tobytes()) for index in range(width))
     return _payload(signature, "lossless", False, b"".join(planes))
 
 
 def _decode_lossless(body: _Body, into: memoryview) -> None:
-    width = np.dtype(numbers.RAW[body.signature.dtype]).itemsize
+    width = _width(body.signature)
     target = np.frombuffer(into, np.uint8)
     for index in range(width):
         target[index::width] = body.bytes_of(target[index::width].size)

@@ -160,6 +160,16 @@ def test_what_is_no_finite_number_is_kept_without_loss(codec: str, bad: float) -
     assert there_and_back(signature, values.tobytes(), codec) == values.tobytes()
 
 
+@pytest.mark.parametrize("codec", ["lossless", "fp8", "int4"])
+def test_numbers_that_are_not_known_are_kept_without_loss(codec: str) -> None:
+    """P2: a precision that nobody taught us, or a size that is no number of elements, is bytes and stays those bytes."""
+    for change in ({"dtype": "fp8_e5m2"}, {"block_bytes": signature_of().block_bytes - 1}):
+        signature = msgspec.structs.replace(signature_of(), **change)
+        block = bytes(range(256)) * 64
+        block = block[: signature.block_bytes]
+        assert there_and_back(signature, block, codec) == block
+
+
 @pytest.mark.parametrize("codec", ["fp8", "int4"])
 def test_zeros_constants_and_outliers(codec: str) -> None:
     """KVC-5: a block of zeros stays one, a constant one nearly so, and one outlier costs only its own group."""
