@@ -200,7 +200,7 @@ class _Model:
         torch.set_num_threads(THREADS)
         self._torch, self._cache = torch, DynamicCache
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         config = self._model.config
         layers, heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         self.signature = KvSignature(
