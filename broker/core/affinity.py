@@ -141,8 +141,8 @@ def _reuse(prefix: PromptPrefix, engine: int, node: WorkerPrefix | None, anywher
 def choose(
     places: Iterable[Place], holders: PrefixHolders, prefix: PromptPrefix, *, output_tokens: int, wait_s_max: float
 ) -> Choice:
-    """Where a request goes whose prefix ``holders`` have. ``places`` are those of replicas that keep a part of it, or whose
-    worker does, and of one that keeps nothing, with the least load of its like; in order of preference among equals.
+    """Where a request goes whose prefix ``holders`` have. ``places`` are those of all engines that keep a part of it, and of
+    the others the best of each kind; in order of preference among equals.
 
     ``output_tokens`` are those expected of it, and taken for those of its neighbours; ``wait_s_max`` is how long it may
     still wait for one replica while another has room.

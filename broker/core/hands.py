@@ -21,7 +21,7 @@ from broker.core.affinity import NOWHERE, Choice, Place, choose
 from broker.core.live_request import QUEUED, LiveRequest, State
 from broker.core.request_events import PARK_S, PARK_S_MAX
 from kvcache.core.prefix_index import NOBODY, PrefixHolders, PrefixIndex
-from subjects.ids import ModelHash, ReplicaId, RequestId
+from subjects.ids import ModelHash, ReplicaId, RequestId, WorkerId
 from subjects.messages import Room, SlaClass
 
 SILENT_HELD_MAX = 1
@@ -73,6 +73,11 @@ class Link:
             pages_left -= other_pages
             tokens -= other_tokens
         return slots if pages <= pages_left and tokens > 0 else 0
+
+
+def _place(replica: ReplicaId, worker: WorkerId | None, slots: int, link: Link, held_out: dict[ReplicaId, int]) -> Place:
+    unseen_tokens = sum(tokens for _, _, tokens in link.unseen) if link.unseen else 0
+    return Place(replica, worker, slots, len(link.running), unseen_tokens, held_out.get(replica, 0) if held_out else 0)
 
 
 class Hands:
@@ -182,26 +187,30 @@ class Hands:
         for request, replica in self._held_out.get(model, {}).items():
             if request != live.request:
                 held_out[replica] = held_out.get(replica, 0) + 1
-        keeping = {replica: index.worker_of(replica) for replica in holders.replicas}
-        for one in holders.workers:
-            for replica in index.replicas_at(one.worker):
-                keeping[replica] = one.worker
+        near = {replica: one.worker for one in holders.workers for replica in index.replicas_at(one.worker)}
+        engines = holders.replicas
         places: list[Place] = []
-        least, least_load, most = None, 0, 0
+        # Engines that have nothing of it are alike but for what their worker keeps. Of each kind the one with the least to
+        # do is enough, or where none has room the one that ends something first.
+        free: dict[WorkerId | None, tuple[int, int, ReplicaId, Link]] = {}
+        full: dict[WorkerId | None, tuple[int, ReplicaId, Link]] = {}
         for replica, link in serving.items():
             if not link.takes(live):
                 continue
             slots = link.slots_for(pages)
-            if replica in keeping:
-                unseen = sum(tokens for _, _, tokens in link.unseen) if link.unseen else 0
-                places.append(Place(replica, keeping[replica], slots, len(link.running), unseen, held_out.get(replica, 0)))
-            elif slots:  # of those that keep nothing of it the one with the least to do will do
-                load = len(link.running) + len(link.unseen)
-                if least is None or load < least_load or (load == least_load and slots > most):
-                    least, least_load, most = replica, load, slots
-        if least is not None:
-            link = serving[least]
-            places.append(Place(least, None, most, len(link.running), sum(tokens for _, _, tokens in link.unseen)))
+            if replica in engines:
+                places.append(_place(replica, index.worker_of(replica), slots, link, held_out))
+                continue
+            kind = near.get(replica)
+            load = len(link.running) + len(link.unseen)
+            if slots:
+                best = free.get(kind)
+                if best is None or load < best[0] or (load == best[0] and slots > best[1]):
+                    free[kind] = (load, slots, replica, link)
+            elif kind is not None and (kind not in full or load > full[kind][0]):
+                full[kind] = (load, replica, link)
+        places += [_place(replica, kind, slots, link, held_out) for kind, (_, slots, replica, link) in free.items()]
+        places += [_place(replica, kind, 0, link, held_out) for kind, (_, replica, link) in full.items() if kind not in free]
         wait_s_max = PARK_S - (now_s - live.waits_since_s) if live.may_hold_out else 0.0
         tokens = live.profile.expected_output_tokens
         return choose(places, holders, live.prefix, output_tokens=tokens, wait_s_max=wait_s_max)
@@ -242,6 +251,14 @@ class Hands:
         held_out = self._held_out.get(model, {})
         if held_out.pop(live.request, None) is not None and not held_out:
             del self._held_out[model]
+
+    def concerns(self, replica: ReplicaId, live: LiveRequest) -> bool:
+        """Whether the word of this replica may be what a parked request waits for: its own, or one at the same worker."""
+        waits_for = self.holds_out_for(live)
+        if waits_for is None or waits_for == replica:
+            return True
+        worker = self._prefixes.worker_of(waits_for) if self._prefixes is not None else None
+        return worker is not None and self._prefixes is not None and worker == self._prefixes.worker_of(replica)
 
     def holds_out_for(self, live: LiveRequest) -> ReplicaId | None:
         """For whom it is parked; None: for whoever has room first."""

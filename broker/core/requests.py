@@ -449,11 +449,10 @@ class RequestCore:
 
     def _serve_parked(self, now_s: float, model: ModelHash, replica: ReplicaId, out: list[RequestCommand]) -> None:
         """A replica has said what it would take. Who is first and finds no room holds up those behind, but for those who
-        wait for one replica only: they are asked when it speaks, and hold up nobody."""
+        wait for one replica only: they are asked when it or its neighbour speaks, and hold up nobody."""
         for request in self._hands.parked(model):
             live = self._live[request]
-            waits_for = self._hands.holds_out_for(live)
-            if waits_for is not None and waits_for != replica:
+            if not self._hands.concerns(replica, live):
                 continue
             if self._hand_over(now_s, live, out):
                 continue

@@ -23,7 +23,7 @@ from broker.core.affinity import (
 )
 from broker.core.live_request import State
 from kvcache.core.prefix_index import PrefixHolders, PrefixIndex, WorkerPrefix
-from subjects.ids import ReplicaId, RequestId, WorkerId
+from subjects.ids import DeviceId, ReplicaId, RequestId, WorkerId
 from subjects.messages import (
     Delta,
     EngineType,
@@ -34,6 +34,9 @@ from subjects.messages import (
     KvTier,
     Lane,
     ModelRecord,
+    PoolDigest,
+    PoolReplica,
+    ReplicaState,
     Room,
     StepCosts,
     Usage,
@@ -174,11 +177,11 @@ def link(gateway: Gateway, *replicas: ReplicaId) -> None:
 class Affine(Gateway):
     """A gateway with an index, in which ``A`` has the whole prefix, and links to ``A`` and ``B``."""
 
-    def __init__(self, slots_at_a: int = 4) -> None:
+    def __init__(self, slots_at_a: int = 4, *more: ReplicaId) -> None:
         self.index = PrefixIndex()
         super().__init__(prefixes=self.index)
         self.sequence = 0
-        link(self, A, B)
+        link(self, A, B, *more)
         self.has_room(A, slots_at_a, hands=0)
         self.has_room(B, 6, hands=0)
         self.holds(A)
@@ -292,6 +295,32 @@ def test_those_parked_for_any_room_are_not_overtaken() -> None:
     gateway.has_room(B, 0)
     assert gateway.ask("any", None) == [] and gateway.ask("one") == []
     assert gateway.has_room(B, 1, after_s=0.05) == ["hand 1 any.1 to rep-b", "granted any.1 to rep-b after 0.05"]
+
+
+def test_a_worker_that_keeps_it_draws_it_to_its_replicas() -> None:
+    """Its engine was reset, its node has all of it in memory: of the replicas there the one with the least to do, and while
+    that one is full a request waits for it as for an engine."""
+    near = ReplicaId("rep-near")
+    gateway = Affine(4, near)
+    gateway.has_room(near, 1, hands=0)
+    places = ((A, AT_A), (near, AT_A), (B, AT_B))
+    replicas = tuple(
+        PoolReplica(replica=one, model_hash=MODEL, worker=at, device=DeviceId("d"), state=ReplicaState.READY)
+        for one, at in places
+    )
+    gateway.index.pool_is(PoolDigest(epoch=1, sequence=1, replicas=replicas))
+    spans = tuple(KvSpan(span=span, depth=8, tier=KvTier.HOST) for span in CHAIN)
+    models = (KvModelSpans(model_hash=MODEL, block_size=32, held=spans),)
+    gateway.index.indexed(0.0, KvIndexed(worker=AT_A, node="n", sequence=2, models=models, emptied=(A,)))
+    assert gateway.index.holders(MODEL, CHAIN) == PrefixHolders({}, (WorkerPrefix(AT_A, 4, KvTier.HOST),))
+    slow_link = PromptPrefix(CHAIN, 256, ReuseCosts(STEP, host_token_s=1e-4, disk_token_s=1.0, link_token_s=1.0))
+    assert [went(gateway.ask(f"{number}", slow_link)) for number in range(2)] == [A, near]
+    gateway.has_room(A, 0)
+    gateway.has_room(near, 0)
+    assert gateway.ask("waits", slow_link) == [] and gateway.core.state_of(RequestId("waits")) is State.PARKED
+    gateway.has_room(B, 6)
+    assert gateway.core.state_of(RequestId("waits")) is State.PARKED
+    assert gateway.has_room(near, 1, after_s=0.05)[0] == "hand 3 waits.1 to rep-near"
 
 
 def test_a_popular_prefix_does_not_flood_its_holder() -> None:
