@@ -32,6 +32,8 @@ class EvictionSettings:
 
     young_s: float = 30.0
     """Used within that time, up to the next edge of ages: goes only when nothing older is left (KVC-1). 0: no such rule."""
+    young_share_max: float = 0.25
+    """The rule rests while more of the tier than that is younger: a tier that turns over in minutes is to choose freely."""
     idle_s_max: float = 600.0
     """``idle`` names what was not used for that long (KVC-1); infinite: nothing."""
     absent_max: int = 200_000
@@ -100,6 +102,10 @@ class EvictionOrder:
         self._advanced_s = -math.inf
         self._judged_s = -math.inf
         self._touched: _Visit | None = None
+        self._added: deque[tuple[float, int]] = deque()
+        """Bytes that came lately, by steps of time."""
+        self._added_bytes = 0
+        self._sparing = True
         self._visits = 0
         self._bytes = 0
 
@@ -167,6 +173,7 @@ class EvictionOrder:
             visit = self._visit((0, 1), 0.0 if test else 1.0, now_s, 0, [unit], followed=False)
         here = self._units[unit] = _Unit(unit, parent, size_bytes, visit, self._children.pop(unit, 0))
         self._bytes += size_bytes
+        self._count_added(size_bytes, now_s)
         if above is not None:
             above.children += 1
             self._detach(above)
@@ -221,6 +228,8 @@ class EvictionOrder:
         """
         self._advance(now_s)
         self._look_again(now_s)
+        self._forget_added(now_s)
+        self._sparing = self._added_bytes <= self._settings.young_share_max * self._bytes
         names: list[bytes] = []
         bytes_free = 0
         ranks = [
@@ -279,9 +288,22 @@ class EvictionOrder:
     def _rank(self, group: tuple[Kind, float], number: int) -> tuple[bool, float, int, Kind, float]:
         """Of the visits of a group and bin; the lowest go first, of equals the oldest."""
         kind, weight = group
-        young = weight > 0.0 and LOWER_S[number] < self._settings.young_s
+        young = self._sparing and weight > 0.0 and LOWER_S[number] < self._settings.young_s
         worth = self._returns.worth(kind, number) * (_BEHIND_FACTOR if kind == _BEHIND else 1.0)
         return young, weight * worth, -number, kind, weight
+
+    def _count_added(self, size_bytes: int, now_s: float) -> None:
+        self._added_bytes += size_bytes
+        if self._added and now_s - self._added[-1][0] < _STEP_S:
+            at_s, before = self._added.pop()
+            self._added.append((at_s, before + size_bytes))
+        else:
+            self._added.append((now_s, size_bytes))
+            self._forget_added(now_s)
+
+    def _forget_added(self, now_s: float) -> None:
+        while self._added and now_s - self._added[0][0] >= self._settings.young_s:
+            self._added_bytes -= self._added.popleft()[1]
 
     def _look(self, chain: list[bytes]) -> tuple[int, int, _Visit | None]:
         """How many of its first units are here, how many are here or remembered, and the visit of the deepest of those."""

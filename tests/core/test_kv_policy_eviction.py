@@ -65,11 +65,19 @@ def test_a_parent_that_comes_after_its_child_is_kept_for_it() -> None:
 
 
 def test_young_units_go_only_when_nothing_older_is_left() -> None:
-    """KVC-1: 30 s, though a kind of requests came back less than another."""
+    """KVC-1: 30 s, though the older ones are worth more."""
+    order = EvictionOrder(EvictionSettings(young_s=30.0))
+    request(order, chain("gold", 6), 0.0, weight=100.0)
+    request(order, chain("new", 2), 40.0)
+    assert order.victims(70, 45.0) == [*reversed(chain("gold", 6)), b"new1"]
+
+
+def test_the_young_are_not_spared_where_they_are_most_of_the_tier() -> None:
+    """KVC-1: a tier that turns over within a minute keeps what is worth most."""
     order = EvictionOrder(EvictionSettings(young_s=30.0))
     request(order, chain("gold", 2), 0.0, weight=100.0)
     request(order, chain("new", 2), 40.0)
-    assert order.victims(30, 45.0) == [b"gold1", b"gold0", b"new1"]
+    assert order.victims(30, 45.0) == [b"new1", b"new0", b"gold1"]
 
 
 def test_units_idle_for_ten_minutes_are_named_from_the_end_of_their_chains() -> None:
