@@ -205,7 +205,7 @@ class SegmentFiles:
                 segment.next_slot = SLOTS_MAX
             segment.blocks = len(scan.blocks)
             segment.pages = sum(block.pages for block in scan.blocks) if self.punches else slots
-            self._reclaim(segment, scan, status.st_blocks * 512)
+            self._reclaim(segment, scan, slots, status.st_blocks * 512)
             return Scanned(name, segment, scan)
         except FormatError as error:
             return Scanned(name, kind=_kind(error.kind, name), detail=str(error))
@@ -214,7 +214,7 @@ class SegmentFiles:
         finally:
             os.close(fd)
 
-    def _reclaim(self, segment: Segment, scan: Scan, allocated_bytes: int) -> None:
+    def _reclaim(self, segment: Segment, scan: Scan, slots: int, allocated_bytes: int) -> None:
         """Gives back the room of slots that hold no block: of writes and drops that a kill cut off."""
         if allocated_bytes <= segment.bytes_used or self.read_only:
             return
@@ -224,8 +224,8 @@ class SegmentFiles:
             if block.first_slot > at:
                 gaps.append((at, block.first_slot - at))
             at = block.first_slot + block.pages
-        if at < SLOTS_MAX:
-            gaps.append((at, SLOTS_MAX - at))
+        if at < slots:
+            gaps.append((at, slots - at))
         with contextlib.suppress(OSError):
             self.erase(segment, gaps)
 

@@ -249,7 +249,11 @@ class KvStore:
         """What was put is on the disk when this returns; where the disk refuses, a finding tells."""
         if self._enter():
             try:
+                with self._rooms.lock:
+                    before = self._syncing
                 self._sync()
+                if before:
+                    before.result()
             finally:
                 self._leave()
 

@@ -244,6 +244,29 @@ def test_a_flipped_bit_in_an_entry_takes_its_block(tmp_path: Path) -> None:
         assert kinds(store) == ["torn"]
         assert served(store, WHO, names(blocks)) == payloads(blocks)[:2]
         assert served(store, WHO, names(blocks)[3:]) == payloads(blocks)[3:]
+        store.put(WHO, blocks, NOW_S)
+        assert len(segments(tmp_path)) == 2, "slots of a file with torn entries are not used again"
+
+
+def test_room_of_writes_and_drops_that_a_kill_cut_off_comes_back(tmp_path: Path) -> None:
+    """Pages without entries, and entries that were erased before their pages, take no room after the next opening."""
+    blocks = chain(40, size=3 * PAGE_BYTES)
+    with contextlib.closing(opened(tmp_path)) as store:
+        store.put(WHO, blocks, NOW_S)
+    (path,) = segments(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(entry_offset(6))
+        file.write(bytes(ENTRY_BYTES * 60))
+        file.seek(0, os.SEEK_END)
+        file.write(os.urandom(20 * PAGE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    assert on_disk(tmp_path) >= 140 * PAGE_BYTES
+    with contextlib.closing(opened(tmp_path)) as store:
+        assert kinds(store) == [] and store.stats().bytes_used == (2 + 18) * BLOCK_ROOM + PAGE_BYTES
+        assert on_disk(tmp_path) <= store.stats().bytes_used
+        assert served(store, WHO, names(blocks)) == payloads(blocks)[:2]
+        assert served(store, WHO, names(blocks)[22:]) == payloads(blocks)[22:]
 
 
 @pytest.mark.parametrize(("offset", "kind"), [(0, "damaged"), (8, "version"), (300, "damaged")])
@@ -621,6 +644,7 @@ def test_what_is_left_of_emptied_segments_moves_together(tmp_path: Path) -> None
             kept.append(blocks[0])
         assert store.stats().segments == 3
         before = store.stats().written_bytes
+        store.sync()  # what is being synced is not moved
         assert store.sweep(NOW_S + 5) == 0
         assert store.stats().segments == 1 and len(segments(tmp_path / "kv")) == 1
         assert store.stats().written_bytes == before + 3 * 40 * PAGE_BYTES
