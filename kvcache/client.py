@@ -53,7 +53,8 @@ from subjects.ids import ReplicaId, WorkerId
 
 CALL_TIMEOUT_S = 1.0
 """Of a blocking call: the longest silence of the node. What it sends or takes may go on for longer."""
-ATTACH_TIMEOUT_S = 0.25
+ATTACH_TIMEOUT_S = 1.0
+"""Of an asyncio end, beside the bound of the question that it connects for."""
 RECONNECT_S = 1.0
 BYTES_PER_S_MIN = 200e6
 """A node that is slower than this is given up: reading from it would take longer than computing."""
@@ -250,8 +251,8 @@ class KvClient:
         self._retry_at_s = now_s + RECONNECT_S
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            end_s = now_s + ATTACH_TIMEOUT_S
-            sock.settimeout(ATTACH_TIMEOUT_S)
+            end_s = now_s + self._timeout_s
+            sock.settimeout(self._timeout_s)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
             sock.connect(self._path)
@@ -263,6 +264,7 @@ class KvClient:
                 raise DecodeError("the node did not accept this engine")
         except (OSError, EOFError, DecodeError) as error:
             sock.close()
+            self._retry_at_s = time.monotonic() + RECONNECT_S
             raise KvUnavailable(f"the KV node is away: {error}") from None
         self._sock = sock
         return sock

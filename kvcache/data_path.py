@@ -14,16 +14,13 @@ time; the source sends from the arena and the target receives into it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import mmap
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -31,32 +28,25 @@ import structlog
 
 from kvcache.core.holdings import Held
 from kvcache.core.identity import PAGE_BYTES
-from kvcache.core.migration import Transfer, batches, lacking
+from kvcache.data_bytes import SILENCE_S_MAX, in_thread, parts_of, read_message, send_all
 from kvcache.host_tier import HostBlock
 from kvcache.node_messages import (
     BLOCKS_MAX,
     BODY_BYTES_MAX,
-    LENGTHS_BYTES,
     Block,
     Blocks,
     Fetch,
     Open,
     Opened,
     ToSource,
-    ToTarget,
     checksums,
     frame,
     joined,
-    lengths,
-    parted,
-    read_head,
 )
 from kvcache.node_settings import NodeSettings
-from kvcache.node_tiers import Tiers, checksums_of, decoded
+from kvcache.node_tiers import Tiers
 from subjects.errors import DecodeError, place_of
-from subjects.ids import ReplicaId
-from subjects.messages import KvOffer
-from subjects.tasks import Tasks, end_tasks
+from subjects.tasks import Tasks
 
 OPEN_S_MAX: Final = 2.0
 """From the connection to a token that opens it."""
@@ -64,16 +54,8 @@ STRANGERS_MAX: Final = 64
 """Connections that no token has opened yet."""
 IDLE_S_MAX: Final = 10.0
 """Between two questions of a target."""
-SILENCE_S_MAX: Final = 2.0
-"""A side that moves no byte for that long is given up."""
-FETCH_BLOCKS_MAX: Final = 1024
-BUFFERS_MAX: Final = 512
-"""Of one system call."""
-PULLS_MAX: Final = 4
-"""Chains that a node pulls at once."""
 RATE_STEP_S: Final = 0.05
 _TOKEN = struct.Struct(">Q")
-_TIMEVAL = struct.Struct("@ll")
 _MAC_BYTES = 32
 
 log = structlog.get_logger(__name__)
@@ -193,7 +175,7 @@ class DataServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
                 async with asyncio.timeout(OPEN_S_MAX):
-                    asked = await _head(sock, ToSource)
+                    asked = await read_message(sock, ToSource)
             finally:
                 self._strangers -= 1
             chain = self._opened(asked)
@@ -210,7 +192,7 @@ class DataServer:
                 await asyncio.get_running_loop().sock_sendall(sock, frame(opened))
             while True:
                 async with asyncio.timeout(IDLE_S_MAX):
-                    fetch = await _head(sock, ToSource)
+                    fetch = await read_message(sock, ToSource)
                 await self._answer(sock, chain, fetch)
         except (DecodeError, ValueError) as error:
             self.refused += 1
@@ -265,361 +247,6 @@ class DataServer:
             self._tiers.release(pinned)
 
     async def _send(self, sock: socket.socket, buffers: Sequence[memoryview]) -> None:
-        for part in _parts(buffers, self._rate.step_bytes):
+        for part in parts_of(buffers, self._rate.step_bytes):
             await self._rate.take(sum(map(len, part)))
-            await _in_thread(self._threads, sock, _send_all, sock, part)
-
-
-# ------------------------------------------------------------------------------------------------------------- target
-
-
-@dataclass(slots=True)
-class Pulled:
-    """What one pull brought. ``blocks`` of ``bytes`` on the wire; ``hashes`` is the chain as the source told it."""
-
-    blocks: int = 0
-    failure: str = ""
-    hashes: tuple[bytes, ...] = ()
-    bytes: int = 0
-    seconds: float = 0.0
-    """That the transfer took."""
-
-
-class Puller:
-    """Pulls chains that were offered into this node's tiers."""
-
-    def __init__(self, settings: NodeSettings, tiers: Tiers, on_chain: Any = None) -> None:
-        """``on_chain`` is called with the ``Opened`` of each chain."""
-        self._settings = settings
-        self._tiers = tiers
-        self._on_chain = on_chain
-        self._threads = ThreadPoolExecutor(PULLS_MAX, thread_name_prefix="kv-pull")
-        self._at_once = asyncio.Semaphore(PULLS_MAX)
-
-    def close(self) -> None:
-        """Ends the threads, once the pulls have ended."""
-        self._threads.shutdown(wait=True)
-
-    async def pull(
-        self,
-        offer: KvOffer,
-        end_s: float,
-        *,
-        expected: Sequence[bytes] | None = None,
-        replica: ReplicaId | None = None,
-    ) -> Pulled:
-        """Brings what this node lacks of an offered chain, until ``end_s`` on the monotonic clock.
-
-        ``expected``: the chain as this side hashed it; another one is not taken. Never raises for what a source does: what
-        arrived whole and right stays, ``failure`` says why the rest did not.
-        """
-        result = Pulled()
-        try:
-            async with self._at_once:
-                await self._pull(offer, end_s, expected, replica, result)
-        except (OSError, EOFError, TimeoutError, DecodeError, ValueError) as error:
-            result.failure = result.failure or f"{type(error).__name__}: {error}"
-        return result
-
-    async def _pull(
-        self,
-        offer: KvOffer,
-        end_s: float,
-        expected: Sequence[bytes] | None,
-        replica: ReplicaId | None,
-        result: Pulled,
-    ) -> None:
-        sock = socket.socket(socket.AF_INET6 if offer.address.startswith("[") else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            async with asyncio.timeout(max(0.0, min(SILENCE_S_MAX, end_s - time.monotonic()))):
-                opened = await _open(sock, offer)
-            hashes = parted(opened.hashes)
-            _check(opened, hashes, offer, expected)
-            result.hashes = tuple(hashes)
-            if self._on_chain is not None:
-                self._on_chain(opened)
-            begin_s = time.monotonic()
-            await self._transfer(sock, opened, hashes, end_s, replica, result)
-            result.seconds = time.monotonic() - begin_s
-        finally:
-            sock.close()
-
-    async def _transfer(
-        self,
-        sock: socket.socket,
-        opened: Opened,
-        hashes: Sequence[bytes],
-        end_s: float,
-        replica: ReplicaId | None,
-        result: Pulled,
-    ) -> None:
-        identity = opened.identity
-        size = identity.signature.block_bytes
-        tiers = self._tiers
-        here = [tiers.holdings.get(identity.key + hash) is not None for hash in hashes]
-        transfer = Transfer(
-            waiting=batches(lacking(here, len(hashes)), size, self._settings.pull_batch_bytes, FETCH_BLOCKS_MAX),
-            in_flight_max=self._settings.pull_batches_in_flight,
-            end_s=end_s,
-        )
-        rooms: list[list[HostBlock]] = []
-        work: asyncio.Task[tuple[list[bytes], int]] | None = None
-        arrived: tuple[tuple[int, ...], list[HostBlock], list[bytes]] | None = None
-        try:
-            await self._ask(sock, opened, hashes, transfer, rooms)
-            while transfer.in_flight:
-                batch, room = transfer.in_flight[0], rooms[0]
-                # A thread receives this batch while the one before it is kept and the next one is asked for.
-                work = asyncio.create_task(_in_thread(self._threads, sock, _receive_blocks, sock, batch, room, end_s))
-                if arrived is not None:
-                    self._keep(*arrived, replica)
-                    arrived = None
-                await self._ask(sock, opened, hashes, transfer, rooms)
-                sums, came_bytes = await work
-                del rooms[0]
-                arrived = (batch, room, sums)
-                transfer.came(len(sums))
-                result.blocks += len(sums)
-                result.bytes += came_bytes
-        finally:
-            if work is not None:
-                await end_tasks([work])
-            if arrived is not None:
-                self._keep(*arrived, replica)
-            for room in rooms:
-                for block in room:
-                    tiers.host.abandon(block)
-            result.failure = transfer.failure
-
-    async def _ask(
-        self, sock: socket.socket, opened: Opened, hashes: Sequence[bytes], transfer: Transfer, rooms: list[list[HostBlock]]
-    ) -> None:
-        """Asks for as many batches as may be under way, once there is room for them."""
-        while (batch := transfer.next(time.monotonic())) is not None:
-            room = await self._rooms(opened, hashes, batch)
-            if len(room) < len(batch):  # what is under way is pinned: less at once
-                transfer.shrink(len(room))
-            if not room:
-                return
-            rooms.append(room)
-            question = frame(Fetch(places=batch[: len(room)]))
-            # A thread may be receiving on this socket. Some questions always find room in its sending buffer.
-            if sock.send(question, socket.MSG_DONTWAIT) < len(question):
-                raise OSError("the source takes no questions")
-
-    def _keep(self, batch: tuple[int, ...], room: list[HostBlock], sums: list[bytes], replica: ReplicaId | None) -> None:
-        for place, block, sum_ in zip(batch, room, sums, strict=False):
-            self._tiers.keep(block, sum_, depth=place + 1, replica=replica)
-        for block in room[len(sums) :]:
-            self._tiers.host.abandon(block)
-
-    async def _rooms(self, opened: Opened, hashes: Sequence[bytes], batch: Sequence[int]) -> list[HostBlock]:
-        room: list[HostBlock] = []
-        try:
-            for place in batch:
-                block = await self._tiers.reserve(opened.identity, hashes[place], hashes[place - 1] if place else b"")
-                if block is None:
-                    break
-                room.append(block)
-        except BaseException:
-            for block in room:
-                self._tiers.host.abandon(block)
-            raise
-        return room
-
-
-async def _open(sock: socket.socket, offer: KvOffer) -> Opened:
-    host, _, port = offer.address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    try:
-        await loop.sock_connect(sock, (host.strip("[]"), int(port)))
-    except ValueError:
-        raise DecodeError("an address that is none") from None
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    await loop.sock_sendall(
-        sock, frame(Open(identity=offer.identity, head=offer.head, blocks=offer.blocks, token=offer.token))
-    )
-    opened = await _head(sock, ToTarget)
-    if not isinstance(opened, Opened):
-        raise DecodeError("the source said something else")
-    return opened
-
-
-def _check(opened: Opened, hashes: Sequence[bytes], offer: KvOffer, expected: Sequence[bytes] | None) -> None:
-    signature = opened.identity.signature
-    if opened.identity.key != offer.identity:
-        raise DecodeError("the chain is of another model, layout or tenant")
-    if not hashes or len(hashes) != offer.blocks or hashes[-1] != offer.head:
-        raise DecodeError("another chain than was offered")
-    if expected is not None and list(expected[: len(hashes)]) != list(hashes):
-        raise DecodeError("the chain is not that of the prompt")
-    if not 0 < signature.block_bytes <= BODY_BYTES_MAX or signature.block_size < 1:
-        raise DecodeError("a block of that size is not carried")
-
-
-# -------------------------------------------------------------------------------------------------------------- bytes
-
-
-async def _head(sock: socket.socket, kind: Any) -> Any:
-    """A message without a body."""
-    start = await _read(sock, LENGTHS_BYTES)
-    head_bytes, body_bytes = lengths(start)
-    if body_bytes:
-        raise DecodeError("a body where none belongs")
-    return read_head(bytes(await _read(sock, head_bytes)), kind)
-
-
-async def _read(sock: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    loop = asyncio.get_running_loop()
-    while len(view):
-        count = await loop.sock_recv_into(sock, view)
-        if not count:
-            raise EOFError("the other side closed")
-        view = view[count:]
-    return data
-
-
-async def _in_thread(threads: ThreadPoolExecutor, sock: socket.socket, call: Any, *arguments: Any) -> Any:
-    """Runs a call that moves bytes of ``sock``. Who is cancelled shuts the socket and waits for the thread: it has pages in
-    its hands that must not be given to others meanwhile."""
-    work = asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        while not work.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()
-        raise
-
-
-def _parts(buffers: Sequence[memoryview], step_bytes: int) -> list[list[memoryview]]:
-    """The same bytes in parts of about ``step_bytes``."""
-    parts: list[list[memoryview]] = [[]]
-    room = step_bytes
-    for buffer in buffers:
-        view = buffer
-        while len(view):
-            if room <= 0:
-                parts.append([])
-                room = step_bytes
-            parts[-1].append(view[:room])
-            taken = min(room, len(view))
-            view = view[taken:]
-            room -= taken
-    return parts
-
-
-def _send_all(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
-    """In a thread. Raises OSError (BlockingIOError) when nothing is taken for ``SILENCE_S_MAX``."""
-    with _blocking(sock):
-        waiting = [view for view in buffers if len(view)]
-        at = 0
-        while at < len(waiting):
-            count = sock.sendmsg(waiting[at : at + BUFFERS_MAX])
-            at = _skip(waiting, at, count)
-
-
-def _receive_all(sock: socket.socket, buffers: Sequence[memoryview], end_s: float) -> None:
-    """In a thread, with the socket blocking. Raises OSError, EOFError, TimeoutError."""
-    waiting = [view for view in buffers if len(view)]
-    at = 0
-    while at < len(waiting):
-        left_s = end_s - time.monotonic()
-        if left_s <= 0.0:
-            raise TimeoutError("deadline")
-        if left_s < SILENCE_S_MAX:
-            _set_silence(sock, left_s)
-        # The kernel waits for all of it: one call for megabytes. What comes before the silence is answered as part.
-        count = sock.recvmsg_into(waiting[at : at + BUFFERS_MAX], 0, socket.MSG_WAITALL)[0]
-        if not count:
-            raise EOFError("the source closed the connection")
-        at = _skip(waiting, at, count)
-
-
-@contextlib.contextmanager
-def _blocking(sock: socket.socket) -> Iterator[None]:
-    """The kernel itself waits, at most ``SILENCE_S_MAX`` for a byte to move: no system call between for a poll."""
-    sock.setblocking(True)
-    _set_silence(sock, SILENCE_S_MAX)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            sock.setblocking(False)
-
-
-def _set_silence(sock: socket.socket, seconds: float) -> None:
-    value = _TIMEVAL.pack(int(seconds), max(1000, int(seconds % 1 * 1e6)))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-
-
-def _skip(waiting: list[memoryview], at: int, count: int) -> int:
-    while count:
-        view = waiting[at]
-        if count < len(view):
-            waiting[at] = view[count:]
-            return at
-        count -= len(view)
-        at += 1
-    return at
-
-
-def _receive_blocks(
-    sock: socket.socket, batch: Sequence[int], room: Sequence[HostBlock], end_s: float
-) -> tuple[list[bytes], int]:
-    """In a thread: the answer to one ``Fetch`` into ``room``; the checksums of the leading blocks that are right, and bytes.
-
-    Raises:
-        OSError, EOFError, TimeoutError: the source is gone or too slow.
-        DecodeError: it said something else than was asked.
-    """
-    with _blocking(sock):
-        start = bytearray(LENGTHS_BYTES)
-        _receive_all(sock, [memoryview(start)], end_s)
-        head_bytes, body_bytes = lengths(start)
-        head = bytearray(head_bytes)
-        _receive_all(sock, [memoryview(head)], end_s)
-        blocks = _fitting(read_head(bytes(head), ToTarget), batch, room, body_bytes)
-        sums: list[bytes] = []
-        right = True
-        for told, block in zip(blocks, room, strict=False):
-            # Block by block: a checksum costs a third while the bytes are in the cache.
-            if told.codec == "none":
-                _receive_all(sock, block.views, end_s)
-                found = checksums_of(block)
-                right = right and found == told.checksums
-            else:
-                payload = memoryview(mmap.mmap(-1, told.size))
-                _receive_all(sock, [payload], end_s)
-                right = right and checksums(payload) == told.checksums and decoded(block, payload, told.codec)
-                found = checksums_of(block)
-            if right:
-                sums.append(found)
-        return sums, body_bytes
-
-
-def _fitting(message: object, batch: Sequence[int], room: Sequence[HostBlock], body_bytes: int) -> tuple[Block, ...]:
-    if not isinstance(message, Blocks):
-        raise DecodeError("the source said something else")
-    blocks = message.blocks
-    if [block.place for block in blocks] != list(batch[: len(blocks)]) or body_bytes != sum(block.size for block in blocks):
-        raise DecodeError("other blocks than were asked for")
-    for told, block in zip(blocks, room, strict=False):
-        size_max = block.size
-        if told.codec != "none":
-            from kvcache import codecs  # with numpy: only for those who need it
-
-            if told.codec not in codecs.CODECS:
-                raise DecodeError("an unknown codec")
-            size_max = codecs.payload_bytes_max(block.identity.signature, told.codec)
-        if told.size > size_max or not told.size or (told.codec == "none" and told.size != block.size):
-            raise DecodeError("a block of another size than its signature says")
-    return blocks
+            await in_thread(self._threads, sock, send_all, sock, part)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
+from kvcache.node_messages import checksums
 
 
 class Order(Protocol):
@@ -222,3 +223,30 @@ class HostTier:
 def pages_of(size: int) -> int:
     """Pages of so many bytes; at least one."""
     return max(1, -(-size // PAGE_BYTES))
+
+
+def raw_of(block: HostBlock) -> memoryview:
+    """The bytes of a block as one piece; a copy where its pages do not lie together."""
+    return block.views[0] if len(block.views) == 1 else memoryview(b"".join(block.views))
+
+
+def checksums_of(block: HostBlock) -> bytes:
+    """Of the bytes that lie in the block's pages now, whatever pages they are."""
+    return b"".join([checksums(view) for view in block.views])
+
+
+def decoded(block: HostBlock, payload: memoryview, codec: str) -> bool:
+    """Fills a reserved block from an encoded payload; False: the payload is corrupt."""
+    from kvcache import codecs  # with numpy: only for those who want it
+
+    scratch = block.views[0] if len(block.views) == 1 else memoryview(bytearray(block.size))
+    try:
+        codecs.decode(block.identity.signature, payload, codec, scratch)
+    except codecs.CodecError:
+        return False
+    if len(block.views) > 1:
+        at = 0
+        for view in block.views:
+            view[:] = scratch[at : at + len(view)]
+            at += len(view)
+    return True

@@ -19,7 +19,8 @@ from kvcache.core.fetching import Bandwidths, Choice, choose
 from kvcache.core.holdings import SpanNews
 from kvcache.core.identity import KvIdentity, blocks_per_span, spans_of
 from kvcache.core.prefix_index import PrefixIndex
-from kvcache.data_path import DataServer, Puller, Tokens
+from kvcache.data_path import DataServer, Tokens
+from kvcache.data_pull import Puller
 from kvcache.node_messages import Attach, KvPulled, Opened, Prepare
 from kvcache.node_models import KnownModels
 from kvcache.node_settings import NodeSettings

@@ -19,7 +19,7 @@ import structlog
 
 from kvcache.client import SOCKET_BUFFER_BYTES, peer_uid
 from kvcache.core.identity import KvIdentity, KvSignature
-from kvcache.host_tier import HostBlock
+from kvcache.host_tier import HostBlock, checksums_of
 from kvcache.node_messages import (
     BLOCKS_MAX,
     BODY_BYTES_MAX,
@@ -49,7 +49,7 @@ from kvcache.node_messages import (
     parted,
     read_head,
 )
-from kvcache.node_tiers import Tiers, checksums_of
+from kvcache.node_tiers import Tiers
 from profiles.blocks import HASH_BYTES
 from subjects.errors import CarpoolError, DecodeError, place_of
 from subjects.ids import ReplicaId

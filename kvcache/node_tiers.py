@@ -8,7 +8,6 @@ disk that refuses is left alone for a while, and blocks that must leave memory i
 from __future__ import annotations
 
 import asyncio
-import mmap
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,9 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from kvcache.core.holdings import Held, Holdings
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.host_tier import HostBlock, HostTier, pages_of
-from kvcache.node_messages import checksums
+from kvcache.node_disk import DiskThreads
 from kvcache.node_settings import NodeSettings
-from kvcache.store import KvStore, Refusal, StoredBlock, StoredForm
+from kvcache.store import KvStore, Refusal
 from subjects.ids import ReplicaId
 from subjects.messages import KvTier
 
@@ -36,7 +35,6 @@ TOLD_S = 2.0
 FREE_SHARE = 0.03
 """Of the arena that is kept free, so that writers seldom wait."""
 
-_Put = tuple[int, Refusal | None, HostBlock | None]
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -98,6 +96,7 @@ class Tiers:
     ) -> None:
         self.host = host
         self.store = store
+        self._disk = DiskThreads(store) if store is not None else None
         self._take_gone = take_gone
         self.holdings = holdings if holdings is not None else Holdings()
         self.counts = TierCounts()
@@ -199,18 +198,9 @@ class Tiers:
 
     async def stored(self, identity: KvIdentity, hash: bytes) -> tuple[memoryview, str] | None:
         """A block's payload as it lies on disk, verified, and its codec; None where it is not there (any more)."""
-        if self.store is None:
+        if self._disk is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._stored, identity, hash)
-
-    def _stored(self, identity: KvIdentity, hash: bytes) -> tuple[memoryview, str] | None:
-        assert self.store is not None
-        forms = self.store.forms(identity, [hash])
-        if not forms:
-            return None
-        scratch = memoryview(mmap.mmap(-1, forms[0].pages * PAGE_BYTES))
-        read = self.store.get(identity, [hash], [[scratch]], time.time())
-        return (scratch[: read[0].payload_bytes], read[0].codec) if read else None
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._disk.stored, identity, hash)
 
     # ---- coming
 
@@ -407,7 +397,7 @@ class Tiers:
 
     async def _promote(self, identity: KvIdentity, hashes: Sequence[bytes]) -> int:
         """Reads leading blocks from disk into memory, as many as one batch takes; returns how many came."""
-        assert self.store is not None
+        assert self.store is not None and self._disk is not None
         size = identity.signature.block_bytes
         forms = self.store.forms(identity, hashes[: max(1, BATCH_BYTES // size)])
         prefix = identity.key
@@ -427,7 +417,7 @@ class Tiers:
             if rooms:
                 begin_s = self.now_s()
                 sums = await asyncio.get_running_loop().run_in_executor(
-                    self._readers, self._read_blocks, identity, rooms, forms
+                    self._readers, self._disk.read, self.host, identity, rooms, forms
                 )
                 for block, sum_ in zip(rooms, sums, strict=False):
                     self.keep(block, sum_, on_disk=True)
@@ -443,24 +433,6 @@ class Tiers:
         self.reconcile()  # what did not verify is no longer in the store
         return came
 
-    def _read_blocks(self, identity: KvIdentity, rooms: Sequence[HostBlock], forms: Sequence[StoredForm]) -> list[bytes]:
-        """In a thread: the checksums of those leading blocks that were there and verified."""
-        assert self.store is not None
-        if all(form.codec == "none" for form in forms[: len(rooms)]):
-            into = [self.host.rooms(block) for block in rooms]
-            got = self.store.get(identity, [block.hash for block in rooms], into, time.time())
-            whole = [form.codec == "none" and form.payload_bytes == identity.signature.block_bytes for form in got]
-            return [checksums_of(block) for block, fits in zip(rooms, whole, strict=False) if fits] if all(whole) else []
-        sums: list[bytes] = []
-        for block in rooms:
-            stored = self._stored(identity, block.hash)
-            if stored is None:
-                break
-            if not decoded(block, *stored):
-                break
-            sums.append(checksums_of(block))
-        return sums
-
     async def _demote(self, blocks: Sequence[HostBlock]) -> None:
         """Writes dirty blocks to disk, as far as it takes them."""
         if self.store is None:
@@ -474,7 +446,7 @@ class Tiers:
                 await self._whole(self._demote_batch(batch))
 
     async def _demote_batch(self, batch: Sequence[HostBlock]) -> None:
-        assert self.store is not None
+        batch = [block for block in batch if not block.gone]
         if not batch:
             return
         identity = batch[0].identity
@@ -482,7 +454,8 @@ class Tiers:
         for block in batch:
             self.host.pin(block)
         try:
-            kept, refusal, wrong = await self._write(self._put, identity, batch, codec)
+            assert self._disk is not None
+            kept, refusal, wrong = await self._write(self._disk.put, identity, batch, codec)
         finally:
             for block in batch:
                 self.host.unpin(block)
@@ -518,52 +491,6 @@ class Tiers:
         self.disk_state = refusal.value
         self._disk_rests_until_s = self.now_s() + (HOT_RETRY_S if refusal is Refusal.HOT else DISK_RETRY_S)
         self._on_disk_refused(refusal)
-
-    def _put(self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str) -> _Put:
-        """In a thread: how many were kept, why not more, and the first that is no longer what it had been."""
-        assert self.store is not None
-        stored: list[StoredBlock] = []
-        wrong: HostBlock | None = None
-        for block in batch:
-            if checksums_of(block) != block.checksums:
-                wrong = block
-                break
-            if codec == "none":
-                stored.append(StoredBlock(block.hash, block.parent, block.views))
-                continue
-            from kvcache import codecs  # with numpy: only for those who want it
-
-            payload = codecs.encode(identity.signature, raw_of(block), codec)
-            stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
-        result = self.store.put(identity, stored, time.time())
-        return result.kept, result.refused, wrong
-
-
-def raw_of(block: HostBlock) -> memoryview:
-    """The bytes of a block as one piece; a copy where its pages do not lie together."""
-    return block.views[0] if len(block.views) == 1 else memoryview(b"".join(block.views))
-
-
-def checksums_of(block: HostBlock) -> bytes:
-    """Of the bytes that lie in the block's pages now, whatever pages they are."""
-    return b"".join([checksums(view) for view in block.views])
-
-
-def decoded(block: HostBlock, payload: memoryview, codec: str) -> bool:
-    """Fills a reserved block from an encoded payload; False: the payload is corrupt."""
-    from kvcache import codecs
-
-    scratch = block.views[0] if len(block.views) == 1 else memoryview(bytearray(block.size))
-    try:
-        codecs.decode(block.identity.signature, payload, codec, scratch)
-    except codecs.CodecError:
-        return False
-    if len(block.views) > 1:
-        at = 0
-        for view in block.views:
-            view[:] = scratch[at : at + len(view)]
-            at += len(view)
-    return True
 
 
 def _one_batch(blocks: Sequence[HostBlock]) -> list[HostBlock]:

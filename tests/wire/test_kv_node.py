@@ -89,7 +89,7 @@ async def test_prepare_answers_what_is_local_and_evict_is_exact(node: NodeProces
     assert (await questions.evict("other", 1.0)).blocks == 0
     assert (await questions.evict("tests", 1.0)).blocks == 4
     stats = await questions.stats()
-    assert stats.host.bytes_used == 0 and stats.models == ()
+    assert stats.host.bytes_used == 0 and all(one.host_bytes + one.disk_bytes == 0 for one in stats.models)
     client.close()
     await questions.close()
 

@@ -1,0 +1,65 @@
+"""What threads of a node do with its disk: blocks, pinned meanwhile, go to the store and come back, encoded or not."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Sequence
+
+from kvcache.core.identity import PAGE_BYTES, KvIdentity
+from kvcache.host_tier import HostBlock, HostTier, checksums_of, decoded, raw_of
+from kvcache.store import KvStore, Refusal, StoredBlock, StoredForm
+
+
+class DiskThreads:
+    """Called in threads; changes nothing but bytes of the blocks that it is given."""
+
+    def __init__(self, store: KvStore) -> None:
+        self._store = store
+
+    def stored(self, identity: KvIdentity, hash: bytes) -> tuple[memoryview, str] | None:
+        forms = self._store.forms(identity, [hash])
+        if not forms:
+            return None
+        scratch = memoryview(mmap.mmap(-1, forms[0].pages * PAGE_BYTES))
+        read = self._store.get(identity, [hash], [[scratch]], time.time())
+        return (scratch[: read[0].payload_bytes], read[0].codec) if read else None
+
+    def read(
+        self, host: HostTier, identity: KvIdentity, rooms: Sequence[HostBlock], forms: Sequence[StoredForm]
+    ) -> list[bytes]:
+        """In a thread: the checksums of those leading blocks that were there and verified."""
+        if all(form.codec == "none" for form in forms[: len(rooms)]):
+            into = [host.rooms(block) for block in rooms]
+            got = self._store.get(identity, [block.hash for block in rooms], into, time.time())
+            whole = [form.codec == "none" and form.payload_bytes == identity.signature.block_bytes for form in got]
+            return [checksums_of(block) for block, fits in zip(rooms, whole, strict=False) if fits] if all(whole) else []
+        sums: list[bytes] = []
+        for block in rooms:
+            stored = self.stored(identity, block.hash)
+            if stored is None:
+                break
+            if not decoded(block, *stored):
+                break
+            sums.append(checksums_of(block))
+        return sums
+
+    def put(
+        self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str
+    ) -> tuple[int, Refusal | None, HostBlock | None]:
+        """In a thread: how many were kept, why not more, and the first that is no longer what it had been."""
+        stored: list[StoredBlock] = []
+        wrong: HostBlock | None = None
+        for block in batch:
+            if checksums_of(block) != block.checksums:
+                wrong = block
+                break
+            if codec == "none":
+                stored.append(StoredBlock(block.hash, block.parent, block.views))
+                continue
+            from kvcache import codecs  # with numpy: only for those who want it
+
+            payload = codecs.encode(identity.signature, raw_of(block), codec)
+            stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
+        result = self._store.put(identity, stored, time.time())
+        return result.kept, result.refused, wrong
