@@ -570,6 +570,10 @@ class KvModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that left the last tier that had them."""
 
 
+KV_STARTS = "it is being started"
+"""``KvReport.note`` of a node that has not run yet."""
+
+
 class KvReport(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's KV node, as its agent last heard it."""
 

@@ -89,7 +89,7 @@ class KvKeeper:
         self._popen: subprocess.Popen[bytes] | None = None
         self._stderr: StderrTail | None = None
         self._running = False
-        self._note = "it is being started"
+        self._note = ""
         self._address = ""
         self._locked = 0
         self._flush_s = NodeSettings(worker=worker, socket_path=self.socket_path).flush_s_max

@@ -82,13 +82,16 @@ from subjects.errors import place_of
 from subjects.ids import ModelHash
 from subjects.messages import (
     CommandOutcome,
+    KV_STARTS,
     JournalEntry,
+    KvReport,
     Mode,
     OperationEnded,
     OperationProgressed,
     ReplicaDied,
     ReplicaState,
     Severity,
+    WorkerSnapshot,
 )
 
 EVICTION_SEARCHES_MAX = 32
@@ -159,6 +162,8 @@ class SchedulerCore:
             case WorkerReported():
                 changes = self.pool.report(now_s, event.snapshot)
                 self._reported(now_s, changes, out)
+                if event.snapshot.kv is not None and event.snapshot.kv.note:
+                    self._kv_is_short(now_s, event.snapshot, event.snapshot.kv, out)
                 decide = changes.any
             case IngressReported():
                 decide = self._ingress(now_s, event)
@@ -298,6 +303,17 @@ class SchedulerCore:
             # A failed one was counted before; one that drained for somebody else left as it should.
             if not ours and replica.report.state not in (ReplicaState.FAILED, ReplicaState.DRAINING):
                 self.outcomes.lost(now_s, replica, "its worker lists it no more", out)
+
+    def _kv_is_short(self, now_s: float, snapshot: WorkerSnapshot, kv: KvReport, out: list[SchedulerCommand]) -> None:
+        """A worker's KV node does not run, or does without a tier: time is lost, no request is."""
+        if snapshot.draining or kv.note == KV_STARTS:
+            return
+        worker = snapshot.worker
+        if kv.running:
+            kind, text = "kv-degraded", f"the KV node of {worker} does without something: {kv.note}"
+        else:
+            kind, text = "kv-node-down", f"the KV node of {worker} does not run ({kv.note}): its replicas compute everything"
+        self.outcomes.alert(now_s, Severity.WARNING, kind, worker, text, {}, "carpool get kv", out)
 
     def _answered(self, now_s: float, event: CommandAnswered, out: list[SchedulerCommand]) -> None:
         self.pool.epoch_seen_max = max(self.pool.epoch_seen_max, event.reply.epoch_seen)

@@ -264,3 +264,20 @@ def test_the_digest_carries_what_nodes_tell() -> None:
     world.run(2.5)
     assert world.digest is not None
     assert {model.name: model.kv for model in world.digest.models} == {"m": PoolKv(host_bytes=7), "n": None}
+
+
+def test_people_hear_of_a_node_that_is_down_or_does_without_its_disk() -> None:
+    """A warning with its reason and where to look; not while it starts, and once for a while (OPS-3)."""
+    world = World(MODEL)
+    agent = world.agent(kv=True)
+    world.run(1.0)
+    assert world.alerts == []
+    agent.step(KvReported(KvReport(running=False, note="it was ended by SIGKILL")))
+    world.run(1.0)
+    agent.step(KvReported(KvReport(running=True, note="no tier on disk: /kv is used by another process")))
+    world.run(7.0)
+    assert [(alert.kind, alert.scope, alert.remedy) for alert in world.alerts] == [
+        ("kv-node-down", agent.worker, "carpool get kv"),
+        ("kv-degraded", agent.worker, "carpool get kv"),
+    ]
+    assert "(it was ended by SIGKILL)" in world.alerts[0].text and "/kv is used" in world.alerts[1].text

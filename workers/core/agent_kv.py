@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from subjects.ids import OperationId, WorkerId
-from subjects.messages import EvictKv, KvReport, MigrateKv
+from subjects.messages import KV_STARTS, EvictKv, KvReport, MigrateKv
 
 KV_ANSWER_GRACE_S = 5.0
 """How much longer than its own bound an operation may take to be answered by the shell."""
@@ -25,7 +25,7 @@ class KvDesk:
 
     def __init__(self, worker: WorkerId, *, enabled: bool) -> None:
         self._worker = worker
-        self.report = KvReport(running=False, note="it is being started") if enabled else None
+        self.report = KvReport(running=False, note=KV_STARTS) if enabled else None
         """None: this worker has no node."""
         self._running: dict[OperationId, tuple[KvCommand, float]] = {}
 
