@@ -81,8 +81,8 @@ from broker.core.view import ViewBuilder
 from subjects.errors import place_of
 from subjects.ids import ModelHash
 from subjects.messages import (
-    CommandOutcome,
     KV_STARTS,
+    CommandOutcome,
     JournalEntry,
     KvReport,
     Mode,
