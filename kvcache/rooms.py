@@ -149,8 +149,11 @@ class Rooms:
         return segment, slot
 
     def give_up(self, write: Write) -> None:
-        """Reserved slots that were not written, or not all of them. The segment takes no more."""
-        self.budget.give_back(write.pages * PAGE_BYTES)
+        """Reserved slots that were not written, or not all of them. The segment takes no more.
+
+        The budget gets nothing back: what of it reached the disk is not known, and a disk that refuses shall not be worn out
+        by tries.
+        """
         key = (write.segment.header.identity.key, write.segment.header.codec)
         if self.growing.get(key) is write.segment:
             del self.growing[key]

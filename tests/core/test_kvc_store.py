@@ -87,6 +87,9 @@ def test_blocks_of_any_size_come_back(store: KvStore, size: int) -> None:
     put = [StoredBlock(name(1), b"", [whole]), StoredBlock(name(2), name(1), pages), StoredBlock(name(3), b"", [unaligned])]
     assert store.put(WHO, put, NOW_S).kept == 3
     assert served(store, WHO, [name(1), name(2), name(3)]) == [data] * 3
+    arena = [aligned(bytes(PAGE_BYTES)) for _ in pages]
+    assert len(store.get(WHO, [name(2)], [arena], NOW_S)) == 1 and b"".join(arena)[:size] == data
+    assert store.get(WHO, [name(1)], [[memoryview(bytearray(size - 1))]], NOW_S) == [], "not enough room"
     room = bytearray(size + 1)
     assert len(store.get(WHO, [name(1)], [[memoryview(room)[1:]]], NOW_S)) == 1 and room[1:] == data
 
