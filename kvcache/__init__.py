@@ -7,7 +7,8 @@ Contract of this folder. A *block* is the KV of ``block_size`` tokens in all lay
 One *node* process per worker owns the tiers of its host: ``node`` (shell), ``host_tier``, ``codecs``, and ``store``, the
 ``.kvc`` files (``kvc_format`` is their layout, ``segments`` their IO, ``chunks`` what goes in and out, ``rooms`` and
 ``tidying`` who has which room, ``kept_budget`` what may be written a day). Engines reach it through ``client`` over a socket
-of that host, other nodes over ``data_path``. ``vllm_connector`` is the engine's side. ``redis_index`` shares the hotness with other nodes.
+of that host, other nodes over ``data_path``. ``vllm_connector`` is the engine's side. ``redis_index`` shares the hotness
+with other nodes.
 ``core`` decides, without IO: what is hot, who goes first, who holds a prefix, whether fetching beats computing.
 
 Whatever fails in here costs time, never text: a block that cannot be read and verified in time is computed again.
