@@ -4,7 +4,8 @@ Contract of this folder: ``step(now_s, event) -> list[Command]`` with the time p
 socket or logging. ``next_wake_s`` says when a core wants a ``Ticked`` event. The simulator runs these same classes on a
 virtual clock.
 
-- Requests: ``requests`` (who runs what), ``admission`` (what is taken on, and how it is refused).
+- Requests: ``requests`` (who runs what), ``hands`` (who is handed one at once) with ``affinity`` (where its prefix is, and
+  what that saves), ``admission`` (what is taken on, and how it is refused).
 - Placement: ``placement`` is the scheduler core and the base rules on one page. It asks a ``policy`` over a ``view`` of the
   pool and carries its decisions out by ``actions``. ``planning`` says which models want room, ``siting`` where they could
   have it, ``usage`` who uses what, ``outcomes`` what losses and failed loads bring.
