@@ -96,6 +96,9 @@ class Holdings:
         block = self._blocks.get(key)
         if block is None:
             block = self._new(identity, hash, parent, depth, size)
+        elif depth and not block.depth:
+            block.depth = depth
+            self._deepen(block)
         block.host |= tier is KvTier.HOST
         block.disk |= tier is KvTier.DISK
         block.used_s = max(block.used_s, now_s)
