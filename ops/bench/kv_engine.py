@@ -1,12 +1,12 @@
 """What KV reuse saves a client, on real vLLM with SmolLM2 on this CPU: time to the first token, and shared documents.
 
-Two engines with equal settings take turns: one without a connector, one with it and a KV node of its own. Each engine is a
-process; every request runs alone. Prompts are token ids and answers of a fixed length, so that both do the same work; they
-are compared, token by token.
+Three engines with equal settings take turns, request by request, so that whatever else the machine does meets all of them.
+Each is a process; every request runs alone. Prompts are token ids and answers of a fixed length, so that all do the same
+work; answers are compared, token by token.
 
-- *computed*: the engine without a connector, each request under a salt of its own: nothing is reused.
-- *engine's own*: the same engine under one salt: vLLM's prefix cache alone, with room for some three thousand tokens.
-- *tiers*: the engine with the connector, with the same room; what it evicts comes back from the node.
+- *computed*: without a connector and without vLLM's prefix cache: nothing is reused.
+- *engine's own*: vLLM's prefix cache alone, with room for some three thousand tokens.
+- *tiers*: with the connector and a KV node, and with the same room; what the engine evicts comes back from the node.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from workers.spec import ReplicaSpec
 PROMPT_TOKENS = 1500
 ALTERNATIONS = 5
 LENGTHS = (250, 500, 1000, 1500)
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 KV_BYTES = 72 << 20
 """Room for some 3,100 tokens: two documents of 1,000 with their answers."""
 HOST_BYTES = 1 << 30
@@ -46,6 +46,7 @@ START_S_MAX = 180.0
 ANSWER_S_MAX = 120.0
 STOP_S_MAX = 20.0
 SALT = "5a" * 16
+COMPUTED, OWN, TIERS = "computed", "own", "tiers"
 _WORDS = (
     "river lamp winter market silver window garden letter engine morning bridge paper copper island thunder violin "
     "harvest corner shadow ladder pepper mirror needle orchard pocket quarry ribbon saddle timber valley"
@@ -60,7 +61,6 @@ class BenchEngine:
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._alone = 0
 
     async def start(self) -> None:
         """Loads and warms it.
@@ -98,11 +98,9 @@ class BenchEngine:
             raise CarpoolError(f"the engine of the benchmark: {answer.get('error') or answer.get('failure')}")
         return answer
 
-    async def ask(self, prompt: Sequence[int], *, alone: bool = False, tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
-        """An answer; ``alone`` under a salt that nobody had before."""
-        self._alone += 1
-        salt = f"{self._alone:032x}" if alone else SALT
-        return await self.do("ask", prompt=list(prompt), salt=salt, tokens=tokens)
+    async def ask(self, prompt: Sequence[int], *, tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
+        """An answer, with the seconds to its first token and its end. What it saves is at the node after it."""
+        return await self.do("ask", prompt=list(prompt), salt=SALT, tokens=tokens)
 
     async def stop(self) -> None:
         """Ends the process."""
@@ -139,10 +137,10 @@ async def measure(bench: KvBench) -> dict[str, Any]:
         return tokenizer.prompts(Endpoint.COMPLETIONS, {"prompt": text})[0]
 
     with tempfile.TemporaryDirectory(prefix="carpool-bench-") as directory:
-        async with _two_engines(source, Path(directory)) as (plain, tiers):
+        async with _engines(source, Path(directory)) as engines:
             answers = _Answers()
-            figures = await _first_tokens(bench, plain, tiers, tokens_of, answers)
-            figures |= await _shared_documents(bench, plain, tiers, tokens_of, answers)
+            figures = await _first_tokens(bench, engines, tokens_of, answers)
+            figures |= await _shared_documents(bench, engines, tokens_of, answers)
     return figures | {"kv_engine_equal_answers": answers.share()}
 
 
@@ -158,18 +156,18 @@ class _Answers:
 
 
 async def _first_tokens(
-    bench: KvBench, plain: BenchEngine, tiers: BenchEngine, tokens_of: Any, answers: _Answers
+    bench: KvBench, engines: dict[str, BenchEngine], tokens_of: Any, answers: _Answers
 ) -> dict[str, Any]:
-    random = np.random.Generator(np.random.PCG64([bench.seed, 1500]))
+    random = np.random.Generator(np.random.PCG64([bench.seed, PROMPT_TOKENS]))
     words = _WORDS.split()
     computed, missed, hit = [], [], []
     for turn in range(ALTERNATIONS + 1):
         drawn = random.choice(len(words), PROMPT_TOKENS)
         prompt = tokens_of(f"List {turn}: " + " ".join(words[int(word)] for word in drawn))[:PROMPT_TOKENS]
-        one = await plain.ask(prompt, alone=True, tokens=8)
-        two = await tiers.ask(prompt, tokens=8)
-        await tiers.do("reset")
-        three = await tiers.ask(prompt, tokens=8)
+        one = await engines[COMPUTED].ask(prompt, tokens=8)
+        two = await engines[TIERS].ask(prompt, tokens=8)
+        await engines[TIERS].do("reset")
+        three = await engines[TIERS].ask(prompt, tokens=8)
         if three["cached"] < PROMPT_TOKENS - 64:
             raise CarpoolError(f"only {three['cached']} of {PROMPT_TOKENS} tokens came back from the node")
         if turn:  # the first one warms both up
@@ -183,48 +181,39 @@ async def _first_tokens(
     return {
         "ttft_hit_ratio": round(statistics.median(hit) / base_s, 4),
         "ttft_miss_ratio": round(statistics.median(missed) / base_s, 4),
-        "ttft_computed_s": round(base_s, 4),
-        "ttft_hit_s": round(statistics.median(hit), 4),
-        "ttft_hit_s_all": [round(value, 4) for value in hit],
-        "ttft_computed_s_all": [round(value, 4) for value in computed],
+        "ttft_computed_s": [round(value, 4) for value in computed],
+        "ttft_hit_s": [round(value, 4) for value in hit],
     }
 
 
 async def _shared_documents(
-    bench: KvBench, plain: BenchEngine, tiers: BenchEngine, tokens_of: Any, answers: _Answers
+    bench: KvBench, engines: dict[str, BenchEngine], tokens_of: Any, answers: _Answers
 ) -> dict[str, Any]:
     workload = shared_docs.read()
     documents = [tokens_of(text) for text in workload.documents]
     questions = [tokens_of(f"\n\nQuestion: {text}\nAnswer:") for text in workload.questions]
+    names = list(engines)
     curve: dict[str, dict[str, float]] = {}
     for length in LENGTHS:
-        systems: dict[str, tuple[BenchEngine, bool]] = {
-            "computed": (plain, True),
-            "engine's own": (plain, False),
-            "tiers": (tiers, False),
-        }
-        took: dict[str, list[float]] = {name: [] for name in systems}
-        said: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
         # A prefix of a document is one of the longer ones' too: each length has a mark of its own at its start.
         mark = tokens_of(f"[{length}] ")
-        for engine in (plain, tiers):
-            await engine.do("reset")
-        for name, (engine, alone) in systems.items():
-            for document, question in workload.order:
-                prompt = [*mark, *documents[document]][:length] + questions[question]
-                answer = await engine.ask(prompt, alone=alone)
-                took[name].append(answer["all_s"])
-                said[name].append(answer)
-        for name in ("engine's own", "tiers"):
-            for one, other in zip(said["computed"], said[name], strict=True):
-                answers.compare(one, other)
-        base_s = statistics.fmean(took["computed"])
+        took: dict[str, list[float]] = {name: [] for name in names}
+        for turn, (document, question) in enumerate(workload.order):
+            prompt = [*mark, *documents[document]][:length] + questions[question]
+            said = {}
+            for place in range(len(names)):
+                name = names[(turn + place) % len(names)]
+                said[name] = await engines[name].ask(prompt)
+                took[name].append(said[name]["all_s"])
+            answers.compare(said[COMPUTED], said[OWN])
+            answers.compare(said[COMPUTED], said[TIERS])
+        mean = {name: statistics.fmean(values) for name, values in took.items()}
         curve[str(length)] = {
-            "computed_s": round(base_s, 4),
-            "engine_own_s": round(statistics.fmean(took["engine's own"]), 4),
-            "tiers_s": round(statistics.fmean(took["tiers"]), 4),
-            "engine_own_cut": round(1 - statistics.fmean(took["engine's own"]) / base_s, 4),
-            "cut": round(1 - statistics.fmean(took["tiers"]) / base_s, 4),
+            "computed_s": round(mean[COMPUTED], 4),
+            "engine_own_s": round(mean[OWN], 4),
+            "tiers_s": round(mean[TIERS], 4),
+            "engine_own_cut": round(1 - mean[OWN] / mean[COMPUTED], 4),
+            "cut": round(1 - mean[TIERS] / mean[COMPUTED], 4),
         }
         bench.say(f"engine: documents of {length} tokens: {curve[str(length)]}")
     return {
@@ -236,8 +225,8 @@ async def _shared_documents(
 
 
 @contextlib.asynccontextmanager
-async def _two_engines(source: Path, directory: Path) -> AsyncIterator[tuple[BenchEngine, BenchEngine]]:
-    """The engine without a connector, and the one with it."""
+async def _engines(source: Path, directory: Path) -> AsyncIterator[dict[str, BenchEngine]]:
+    """All three, and the node of the last."""
     settings = NodeSettings(
         worker="worker-bench",
         socket_path=str(directory / "kv.sock"),
@@ -250,26 +239,28 @@ async def _two_engines(source: Path, directory: Path) -> AsyncIterator[tuple[Ben
         node = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment
         )
-    engines = [
-        BenchEngine(_spec(source, socket_path), directory / f"engine-{index}.log")
-        for index, socket_path in enumerate(("", settings.socket_path))
-    ]
+    specs = {
+        COMPUTED: _spec(source, "", enable_prefix_caching=False),
+        OWN: _spec(source, ""),
+        TIERS: _spec(source, settings.socket_path),
+    }
+    engines = {name: BenchEngine(spec, directory / f"{name}.log") for name, spec in specs.items()}
     try:
         assert node.stdout is not None
         if not await asyncio.wait_for(node.stdout.readline(), START_S_MAX):
             raise CarpoolError(f"the KV node did not start: {(directory / 'node.log').read_text()[-2000:]}")
-        for engine in engines:  # one after the other: each takes all cores while it loads
+        for engine in engines.values():  # one after the other: each takes all cores while it loads
             await engine.start()
-        yield engines[0], engines[1]
+        yield engines
     finally:
-        for engine in engines:
+        for engine in engines.values():
             await engine.stop()
         if node.returncode is None:
             node.terminate()
         await node.wait()
 
 
-def _spec(source: Path, socket_path: str) -> ReplicaSpec:
+def _spec(source: Path, socket_path: str, **options: bool) -> ReplicaSpec:
     dtype = os.environ.get("CARPOOL_BENCH_DTYPE", "bfloat16")
     record = ModelRecord(
         name="smollm2",
@@ -285,6 +276,7 @@ def _spec(source: Path, socket_path: str) -> ReplicaSpec:
         budget_bytes=1,
         max_context_len=CONTEXT_TOKENS,
         max_num_seqs=4,
+        engine_options=dict(options),
     )
     return ReplicaSpec(
         replica=ReplicaId("replica-bench"),

@@ -238,7 +238,15 @@ async def test_log_probabilities_of_a_prompt_are_computed(first: Engine, story: 
     assert await first.ask(prompt, echo=True, logprobs=1) == (answer, 0)
 
 
-async def test_many_choices_and_requests_at_once(first: Engine, story: tuple[list[int], list[int]]) -> None:
+async def test_what_a_client_says_of_kv_is_ignored(first: Engine, story: tuple[list[int], list[int]]) -> None:
+    """Neither a salt in the body nor parameters of a connector get to the engine: B has nothing of A's (O3)."""
+    prompt, answer = story
+    await first.do("reset")
+    told = await first.ask(prompt, "cd" * 16, cache_salt=SALT, vllm_xargs={"kv_transfer_params": "x"})
+    assert told == (answer, 0)
+
+
+async def test_several_requests_at_once(first: Engine, story: tuple[list[int], list[int]]) -> None:
     """Several loads at once, of the same blocks too, end with the right text each, and with all pages free."""
     prompt, answer = story
     await first.do("reset")
