@@ -62,12 +62,15 @@ class Rooms:
         self.segments: dict[str, Segment] = {}
         self.growing: dict[tuple[bytes, str], Segment] = {}
         """The segment that new blocks of an identity in a codec go to."""
+        self.made = False
+        """Whether there are new files that the directory was not synced with."""
         self.bytes_used = 0
         self.findings: deque[Finding] = deque(maxlen=FINDINGS_MAX)
         self.counts = Counts()
         self.read_only = files.read_only
 
     def take_over(self, now_s: float) -> None:
+        """Learns what the files hold, removes those that are of no use, and keeps to ``bytes_max``."""
         found: list[tuple[BlockEntry, Segment]] = []
         if self.budget.damaged:
             self.find("budget_file", BUDGET_FILE, "not readable; the budget counts as used up")
@@ -110,6 +113,7 @@ class Rooms:
             yield entry, segment
 
     def shelve(self, segment: Segment, entry: BlockEntry, used_s: float) -> _Block:
+        """Makes a block known whose entries are written."""
         return self.shelf.add(
             segment.header.identity,
             entry.hash,
@@ -169,6 +173,7 @@ class Rooms:
         except ValueError:
             return Refusal.INVALID
         self.segments[segment.name] = self.growing[identity.key, codec] = segment
+        self.made = True
         self.bytes_used += segment.bytes_used
         return segment
 

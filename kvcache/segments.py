@@ -131,7 +131,7 @@ class SegmentFiles:
         self.punches = True
         """Whether the file system gives the room of dropped pages back at once; else it comes back with the whole file."""
         self.read_bytes = 0
-        """Of headers and entries."""
+        """Of headers, entries and small files."""
         self._direct_works = False
         self._guard = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
@@ -325,7 +325,9 @@ class SegmentFiles:
         except FileNotFoundError:
             return None
         try:
-            return os.read(fd, bytes_max)
+            data = os.read(fd, bytes_max)
+            self.read_bytes += len(data)
+            return data
         finally:
             os.close(fd)
 

@@ -38,6 +38,7 @@ UNSYNCED_BYTES_MAX = 64 * 2**20
 CLOSE_S_MAX = 60.0
 _THREADS = 2
 _CHUNKS_AHEAD_MAX = 3
+_EVICTED_AT_ONCE = 256
 
 _Block = Block[Segment]
 
@@ -279,11 +280,17 @@ class KvStore:
             segments = [segment for segment in self._rooms.segments.values() if segment.unsynced]
             for segment in segments:
                 segment.pins += 1
+            made, self._rooms.made = self._rooms.made, False
         for segment in segments:
             try:
                 self._rooms.files.sync(segment)
             except OSError as error:
                 self._rooms.failed(error, segment.name)
+        if made:
+            try:
+                self._rooms.files.sync_directory()
+            except OSError as error:
+                self._rooms.failed(error, ".")
         with self._rooms.lock:
             for segment in segments:
                 self._rooms.unpin(segment)
@@ -358,11 +365,17 @@ class KvStore:
         Exact to a block: at least the share, and less than it without the last block dropped.
         """
         with self._rooms.lock:
-            if self._closed:
-                return Evicted(0, 0)
-            evicted = self._rooms.remove(self._rooms.shelf.share(kv_signature, ratio))
-            self._rooms.counts.evicted += evicted.blocks
-            return evicted
+            leaving = self._rooms.shelf.share(kv_signature, ratio)
+        blocks = size = 0
+        for start in range(0, len(leaving), _EVICTED_AT_ONCE):
+            with self._rooms.lock:  # others get in between
+                if self._closed:
+                    break
+                evicted = self._rooms.remove(leaving[start : start + _EVICTED_AT_ONCE])
+                self._rooms.counts.evicted += evicted.blocks
+            blocks += evicted.blocks
+            size += evicted.bytes
+        return Evicted(blocks, size)
 
     def sweep(self, now_s: float, blocks_max: int = 1024) -> int:
         """Drops blocks that were idle for too long, at most so many per call; returns how many.
