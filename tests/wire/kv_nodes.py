@@ -17,7 +17,7 @@ import msgspec
 from kvcache.client import KvClient, KvNode
 from kvcache.core.identity import KvSignature
 from kvcache.node_messages import KvUse
-from kvcache.node_settings import NATS_VARIABLE, NodeSettings
+from kvcache.node_settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
 from profiles.blocks import chain_hashes
 from subjects.ids import ReplicaId
 
@@ -43,7 +43,17 @@ USE = KvUse(tenant="t", request="r-1")
 class NodeProcess:
     """One ``python -m kvcache.node_main``."""
 
-    def __init__(self, directory: Path, worker: str, nats_url: str = "", *, disk: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        worker: str,
+        nats_url: str = "",
+        *,
+        redis_url: str = "",
+        disk: bool = False,
+        start: bool = True,
+        **settings: Any,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.worker = worker
         self.path = str(directory / f"{worker}.sock")
@@ -53,17 +63,20 @@ class NodeProcess:
             directory=str(directory / "store") if disk else "",
             **{"host_bytes_max": 64 << 20, "settle_s": 0.2, "publish_s": 0.05, **settings},
         )
-        self._nats_url = nats_url
+        self._urls = {NATS_VARIABLE: nats_url, REDIS_VARIABLE: redis_url}
         self.node = ""
         self.data = ""
-        self.start()
+        self.said = b""
+        if start:
+            self.start()
 
-    def start(self) -> None:
+    def start(self, *, stdin: int = subprocess.DEVNULL, argument: str | None = None) -> None:
         """Starts it and waits for its ready line."""
+        settings = msgspec.json.encode(self.settings).decode() if argument is None else argument
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvcache.node_main", msgspec.json.encode(self.settings).decode()],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), NATS_VARIABLE: self._nats_url},
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-P", "-m", "kvcache.node_main", settings],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **self._urls},
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

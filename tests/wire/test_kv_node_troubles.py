@@ -1,0 +1,239 @@
+"""What a node does when its disk, its memory, Redis or its agent fails it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from redis import Redis
+
+from kvcache.client import KvNode
+from kvcache.node_messages import KvUse
+from subjects import names
+from subjects.codec import decode
+from subjects.messages import Alert
+from subjects.nats_bus import NatsBus
+from tests.servers import NatsServer, ValkeyServer
+from tests.wire.kv_nodes import MODEL_HASH, SALT, USE, NodeProcess, chain, right, room, rows
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
+    """Asks again until the answer is yes."""
+    end_s = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < end_s, "not in time"
+        await asyncio.sleep(0.05)
+
+
+async def on_disk(questions: KvNode, blocks: int) -> None:
+    """Waits until so many blocks are on disk."""
+
+    async def there() -> bool:
+        return (await questions.stats(timeout_s=10)).disk.blocks >= blocks
+
+    await eventually(there)
+
+
+async def test_flipped_bits_on_disk_are_not_served_and_told(shared_nats_server: NatsServer, tmp_path: Path) -> None:
+    """A block whose bytes changed is missing, those before it are right, and one alert says so (P2, issue D fault table)."""
+    bus = await NatsBus.connect(shared_nats_server.url, name="test")
+    heard: list[Alert] = []
+    subscription = await bus.subscribe(names.ALL_ALERTS, lambda message: heard.append(decode(message.payload, Alert)))
+    await bus.round_trip(timeout_s=5)
+    process = NodeProcess(tmp_path, "flipped-1", shared_nats_server.url, disk=True)
+    hashes = chain(1, 6)
+    client = process.client()
+    await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE)
+    client.close()
+    assert process.stop() == 0
+    (file,) = (tmp_path / "store").glob("*.kvc")
+    data = file.read_bytes()
+    wrong = rows(hashes[3:4])
+    at = data.index(bytes(wrong[:4000])) + 5
+    with file.open("r+b") as changed:
+        changed.seek(at)
+        changed.write(bytes([data[at] ^ 4]))
+    process.start()
+    client, questions = process.client(), process.questions()
+    into = room(6)
+    assert await asyncio.to_thread(client.read, SALT, hashes, into) == 3
+    assert right(into, hashes, 3)
+
+    async def told() -> bool:
+        return [alert.kind for alert in heard] == ["kv-corrupt"]
+
+    await eventually(told)
+    assert heard[0].scope == "flipped" and (await questions.stats()).corrupt == 1
+    assert await asyncio.to_thread(client.write, SALT, hashes[2], hashes[3:4], rows(hashes[3:4]), USE, first=3) == 1
+    assert await asyncio.to_thread(client.read, SALT, hashes, into) == 6 and right(into, hashes, 6)
+    client.close()
+    await questions.close()
+    await subscription.stop()
+    await bus.close()
+    assert process.stop() == 0
+
+
+async def test_a_spent_write_budget_is_told_and_memory_goes_on(shared_nats_server: NatsServer, tmp_path: Path) -> None:
+    """A day's budget of two blocks: two are written, the rest stays in memory, one alert (SSD life)."""
+    bus = await NatsBus.connect(shared_nats_server.url, name="test")
+    heard: list[Alert] = []
+    subscription = await bus.subscribe(names.ALL_ALERTS, lambda message: heard.append(decode(message.payload, Alert)))
+    await bus.round_trip(timeout_s=5)
+    budget = 2 * 2 * 65536
+    process = NodeProcess(tmp_path, "budget-1", shared_nats_server.url, disk=True, write_bytes_per_day_max=budget)
+    client, questions = process.client(), process.questions()
+    hashes = chain(1, 6)
+    await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE)
+
+    async def told() -> bool:
+        return [alert.kind for alert in heard] == ["kv-write-budget"]
+
+    await eventually(told)
+    stats = await questions.stats()
+    assert stats.disk.blocks == 2 and stats.disk_state == "budget"
+    into = room(6)
+    assert await asyncio.to_thread(client.read, SALT, hashes, into) == 6 and right(into, hashes, 6)
+    client.close()
+    await questions.close()
+    await subscription.stop()
+    await bus.close()
+    assert process.stop() == 0
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+async def test_codecs_of_the_disk_give_the_same_bytes(codec: str, tmp_path: Path) -> None:
+    """Without loss what comes back from disk is what went there, and takes no more room (KVC-5)."""
+    process = NodeProcess(tmp_path, "coded", disk=True)
+    client = process.client(codec=codec)
+    hashes = chain(1, 5)
+    await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE)
+    client.close()
+    assert process.stop() == 0
+    process.start()
+    client, questions = process.client(codec=codec), process.questions()
+    assert (await questions.stats()).disk.blocks == 5
+    into = room(5)
+    assert await asyncio.to_thread(client.read, SALT, hashes, into) == 5 and right(into, hashes, 5)
+    client.close()
+    await questions.close()
+    assert process.stop() == 0
+
+
+async def test_uses_are_shared_over_redis_and_nothing_waits_for_it(valkey_server: ValkeyServer, tmp_path: Path) -> None:
+    """The score of a span is its last use (KVC-2); while Redis is frozen calls are as quick as ever (M3)."""
+    process = NodeProcess(tmp_path, "shared-1", redis_url=valkey_server.url)
+    client, questions = process.client(), process.questions()
+    hashes = chain(1, 16)
+    await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE)
+
+    async def up() -> bool:
+        return (await questions.stats(timeout_s=10)).redis_state == "up"
+
+    await eventually(up)
+    redis = Redis(port=valkey_server.port)
+
+    async def scored() -> bool:
+        await asyncio.to_thread(client.used, SALT, hashes, USE)
+        return {str(member) for member in redis.zrange(f"cache:hotness:{MODEL_HASH}", 0, -1)} == {
+            str(hash.hex().encode()) for hash in hashes[7::8]
+        }
+
+    await eventually(scored)
+    redis.close()
+    valkey_server.freeze()
+    begin_s = time.monotonic()
+    for number in range(50):
+        await asyncio.to_thread(client.used, SALT, hashes, KvUse(request=f"r-{number}"))
+        assert await questions.prepare(SALT, hashes, deadline_s=1.0, prefill_tokens_per_s=0.0, use=USE) == 16
+    assert time.monotonic() - begin_s < 10.0
+    client.close()
+    await questions.close()
+    assert process.stop() == 0
+    valkey_server.thaw()
+
+
+async def test_test_traffic_leaves_first(tmp_path: Path) -> None:
+    """Blocks of test traffic make room before others that are older (KVC-2)."""
+    process = NodeProcess(tmp_path, "host", host_bytes_max=10 * 2 * 65536, hot_s=0.0)
+    client, questions = process.client(), process.questions()
+    test = KvUse(request="t-1", test=True)
+    real, tested, new = chain(1, 4), chain(2, 4), chain(3, 4)
+    for hashes, use in ((real, USE), (tested, test)):
+        await questions.prepare(SALT, hashes, deadline_s=1.0, prefill_tokens_per_s=0.0, use=use)
+        await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), use)
+    await asyncio.to_thread(client.write, SALT, b"", new, rows(new), USE)
+    for hashes, left in ((real, 4), (new, 4)):
+        assert await asyncio.to_thread(client.read, SALT, hashes, room(4)) == left
+    assert await asyncio.to_thread(client.read, SALT, tested, room(4)) < 4
+    client.close()
+    await questions.close()
+    assert process.stop() == 0
+
+
+def test_a_second_sigterm_changes_nothing(tmp_path: Path) -> None:
+    """The flush goes on, and the exit code is 0."""
+    process = NodeProcess(tmp_path, "host", disk=True, settle_s=60.0)
+    client = process.client()
+    hashes = chain(1, 200)
+    client.write(SALT, b"", hashes, rows(hashes), USE)
+    client.close()
+    process.signal(signal.SIGTERM)
+    process.signal(signal.SIGTERM)
+    assert process.stop() == 0
+    process.start()
+    client = process.client()
+    into = room(200)
+    assert client.read(SALT, hashes, into) == 200 and right(into, hashes, 200)
+    client.close()
+    assert process.stop() == 0
+
+
+def test_it_ends_with_standard_input(tmp_path: Path) -> None:
+    """An agent that dies takes its node along, which flushes first (REL-3: nothing is orphaned)."""
+    process = NodeProcess(tmp_path, "host", start=False, exit_with_stdin=True)
+    process.start(stdin=subprocess.PIPE)
+    assert process.process.stdin is not None
+    process.process.stdin.close()
+    process.process.stdin = None
+    assert process.process.wait(timeout=20) == 0
+    process.stop()
+
+
+@pytest.mark.parametrize("argument", ["", "{}", "[1]", '{"worker": "w", "socket_path": "/x", "nonsense": 1}'])
+def test_bad_settings_are_told_in_a_line(argument: str, tmp_path: Path) -> None:
+    """Exit code 2 and what is wrong."""
+    process = NodeProcess(tmp_path, "host", start=False)
+    process.start(argument=argument)
+    assert process.stop() == 2
+    assert len(process.said.decode().strip().splitlines()) == 1
+
+
+def test_it_imports_no_torch_and_serves_soon(tmp_path: Path) -> None:
+    """The node's process is small: no torch ever, numpy when a codec wants it, the bus once engines are served."""
+    code = (
+        "import sys, kvcache.node_main; print([name for name in ('torch', 'numpy', 'nats', 'redis') if name in sys.modules])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert said.stdout.decode().strip() == "[]"
+
+
+def test_the_settings_say_where_the_bus_is_only_by_environment(tmp_path: Path) -> None:
+    """No URL, which may hold credentials, is on the command line (SEC-1)."""
+    process = NodeProcess(tmp_path, "host")
+    fields = json.loads(msgspec.json.encode(process.settings))
+    assert not [name for name in fields if "nats" in name or "redis" in name or "url" in name]
+    assert process.stop() == 0
