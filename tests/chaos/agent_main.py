@@ -39,10 +39,12 @@ def main() -> None:
     parser.add_argument("--kv-dir", type=Path)
     parser.add_argument("--kv-disk", type=int, default=256 << 20)
     parser.add_argument("--kv-locked-tries", type=int, default=workers.kv_keeper.LOCKED_TRIES_MAX)
+    parser.add_argument("--kv-frozen-s", type=float, default=workers.kv_keeper.FROZEN_S)
     options = parser.parse_args()
     if options.scripted:
         workers.agent.exec_replica = exec_scripted  # type: ignore[attr-defined]
     workers.kv_keeper.LOCKED_TRIES_MAX = options.kv_locked_tries
+    workers.kv_keeper.FROZEN_S = options.kv_frozen_s
     kv = None
     if options.kv_dir is not None:
         kv = KvConfig(directory=options.kv_dir, memory_bytes=32 << 20, disk_bytes=options.kv_disk)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvcache.client import KvClient, KvNode
@@ -91,6 +92,18 @@ async def until_async(node: KvNode) -> None:
                 await asyncio.sleep(0.1)
 
 
+async def test_a_frozen_node_is_killed_and_started_again(desk: KvDesk) -> None:
+    """SIGSTOP of the node: after a bound without an answer another takes its place. Its command line holds no address."""
+    worker = await desk.start_kv("--kv-frozen-s", "1")
+    pid = desk.node_pid(worker)
+    assert desk.nats.url.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: gone(pid), "the end of the frozen one")
+    await until(lambda: any(s.kv and not s.kv.running and "SIGKILL" in s.kv.note for s in desk.snapshots), "word of it")
+    await desk.node_runs(worker)
+    assert desk.node_pid(worker) != pid
+
+
 async def test_a_killed_agent_leaves_no_node(desk: KvDesk) -> None:
     """kill -9 of the agent: its node ends by itself (D8, WRK-1)."""
     worker = await desk.start_kv()
@@ -145,6 +158,17 @@ async def test_an_eviction_reaches_the_real_node(desk: KvDesk) -> None:
     assert (await desk.command(worker, command)).outcome is CommandOutcome.ACCEPTED
     end = await desk.end_of(operation)
     assert (end.failure, end.detail) == ("", "0 blocks, 0 B from host memory, 0 B from disk")
+
+
+async def test_all_of_it_reaches_idle_engines_too(desk: KvDesk) -> None:
+    """A real replica process hears that its engine should drop its own prefix cache (SCH-8)."""
+    worker = await desk.start_kv(scripted=False)
+    await desk.ready(worker, msgspec.structs.replace(model(), kv_signature="k-b16"))
+    command = EvictKv(operation=OperationId("all"), epoch=1, ratio=1.0, kv_signature="k-b16")
+    assert (await desk.command(worker, command)).outcome is CommandOutcome.ACCEPTED
+    end = await desk.end_of(OperationId("all"))
+    assert (end.failure, end.detail.rpartition("; ")[2]) == ("", "told to 1 idle engine")
+    await until(lambda: '"emptied": true' in desk.log(), "the engine's word")
 
 
 async def test_a_migration_goes_from_node_to_node(desk: KvDesk) -> None:
