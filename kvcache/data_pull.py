@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ class Puller:
         self._on_chain = on_chain
         self._threads = ThreadPoolExecutor(PULLS_MAX, thread_name_prefix="kv-pull")
         self._at_once = asyncio.Semaphore(PULLS_MAX)
+        self._coming: dict[bytes, asyncio.Event] = {}
+        """Blocks that a pull is to bring: others that want them too wait for them, and do not fetch them again."""
 
     def close(self) -> None:
         """Ends the threads, once the pulls have ended."""
@@ -122,9 +125,14 @@ class Puller:
         identity = opened.identity
         size = identity.signature.block_bytes
         tiers = self._tiers
-        here = [tiers.holdings.get(identity.key + hash) is not None for hash in hashes]
+        keys = [identity.key + hash for hash in hashes]
+        others = {key: self._coming[key] for key in keys if key in self._coming}
+        here = [key in others or tiers.holdings.get(key) is not None for key in keys]
+        places = lacking(here, len(hashes))
+        mine = {keys[place]: asyncio.Event() for place in places}
+        self._coming |= mine
         transfer = Transfer(
-            waiting=batches(lacking(here, len(hashes)), size, self._settings.pull_batch_bytes, FETCH_BLOCKS_MAX),
+            waiting=batches(places, size, self._settings.pull_batch_bytes, FETCH_BLOCKS_MAX),
             in_flight_max=self._settings.pull_batches_in_flight,
             end_s=end_s,
         )
@@ -155,7 +163,14 @@ class Puller:
             for room in rooms:
                 for block in room:
                     tiers.host.abandon(block)
+            for key, event in mine.items():
+                self._coming.pop(key)
+                event.set()
             result.failure = transfer.failure
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
+                for event in others.values():
+                    await event.wait()
 
     async def _ask(
         self, sock: socket.socket, opened: Opened, hashes: Sequence[bytes], transfer: Transfer, rooms: list[list[HostBlock]]
@@ -176,6 +191,9 @@ class Puller:
     def _keep(self, batch: tuple[int, ...], room: list[HostBlock], sums: list[bytes], replica: ReplicaId | None) -> None:
         for place, block, sum_ in zip(batch, room, sums, strict=False):
             self._tiers.keep(block, sum_, depth=place + 1, replica=replica)
+            event = self._coming.get(block.key)
+            if event is not None:
+                event.set()
         for block in room[len(sums) :]:
             self._tiers.host.abandon(block)
 

@@ -235,6 +235,16 @@ def checksums_of(block: HostBlock) -> bytes:
     return b"".join([checksums(view) for view in block.views])
 
 
+def encoded(block: HostBlock, codec: str) -> bytes | None:
+    """The payload of a block for the disk; None where the codec cannot be used for its layout, or is not known."""
+    from kvcache import codecs  # with numpy: only for those who want it
+
+    try:
+        return codecs.encode(block.identity.signature, raw_of(block), codec)
+    except codecs.CodecError:
+        return None
+
+
 def decoded(block: HostBlock, payload: memoryview, codec: str) -> bool:
     """Fills a reserved block from an encoded payload; False: the payload is corrupt."""
     from kvcache import codecs  # with numpy: only for those who want it

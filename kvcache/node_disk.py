@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
-from kvcache.host_tier import HostBlock, HostTier, checksums_of, decoded, raw_of
+from kvcache.host_tier import HostBlock, HostTier, checksums_of, decoded, encoded
 from kvcache.store import KvStore, Refusal, StoredBlock, StoredForm
 
 
@@ -54,12 +54,12 @@ class DiskThreads:
             if checksums_of(block) != block.checksums:
                 wrong = block
                 break
-            if codec == "none":
+            payload = encoded(block, codec) if codec != "none" else None
+            if payload is None:
                 stored.append(StoredBlock(block.hash, block.parent, block.views))
-                continue
-            from kvcache import codecs  # with numpy: only for those who want it
-
-            payload = codecs.encode(identity.signature, raw_of(block), codec)
-            stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
+            else:
+                stored.append(StoredBlock(block.hash, block.parent, [memoryview(payload)], codec))
+        if not stored:
+            return 0, None, wrong
         result = self._store.put(identity, stored, time.time())
         return result.kept, result.refused, wrong

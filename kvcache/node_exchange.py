@@ -43,6 +43,7 @@ FETCH_LATENCY_S = 0.01
 DISK_LATENCY_S = 0.002
 DISK = "disk"
 """Path of the bandwidth of this node's own disk."""
+PULLS_PER_PREPARE_MAX = 3
 ANSWER_MARGIN_S = 0.005
 """A deadline is kept with so much to spare for the answer's own way."""
 VAIN_S = 5.0
@@ -283,19 +284,20 @@ class Exchange:
         """Makes the longest prefix local that pays within the deadline; how many leading blocks are worth reading."""
         end_s = time.monotonic() + asked.deadline_s - ANSWER_MARGIN_S
         replica = ReplicaId(engine.replica) if engine.replica else None
-        for _ in range(3):  # each time from another node, or after somebody else's pull of the same prompt
+        for _ in range(PULLS_PER_PREPARE_MAX):  # each from another node, or after somebody else's pull of the same
             local = self._tiers.leading(identity, hashes)
             found = self._best(identity, hashes, local, engine, asked, end_s)
             if found is None:
                 break
             worker, blocks = found
-            before = self._pulls.get(identity.key + hashes[0])
+            key = identity.key + hashes[local + blocks - 1]
+            before = self._pulls.get(key)
             if before is None:
                 before = asyncio.get_running_loop().create_task(
                     self._fetch(identity, hashes[: local + blocks], worker, end_s, replica)
                 )
-                self._pulls[identity.key + hashes[0]] = before
-                before.add_done_callback(functools.partial(self._pull_ended, identity.key + hashes[0]))
+                self._pulls[key] = before
+                before.add_done_callback(functools.partial(self._pull_ended, key))
             await asyncio.wait([before], timeout=max(0.0, end_s - time.monotonic()))
             if not before.done():
                 break

@@ -7,6 +7,7 @@ node that starts again can tell the index of its chains before the first engine 
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,14 @@ HASHES_MAX = 8
 """Of models with the same weights and layout (another tokenizer or template)."""
 
 log = structlog.get_logger(__name__)
+
+
+_MODEL_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def is_model_hash(text: str) -> bool:
+    """Whether it is a hash of a model (``subjects.ids.ModelHash``)."""
+    return _MODEL_HASH.fullmatch(text) is not None
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +69,7 @@ class KnownModels:
         key = (weights_hash, signature)
         before = self._known.get(key)
         hashes = before.model_hashes if before is not None else ()
-        if model_hash and model_hash not in hashes:
+        if is_model_hash(model_hash) and model_hash not in hashes:
             hashes = (*hashes, model_hash)[-HASHES_MAX:]
         after = Known(weights_hash=weights_hash, signature=signature, model_hashes=hashes, codec=codec)
         if after == before:

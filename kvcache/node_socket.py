@@ -49,13 +49,15 @@ from kvcache.node_messages import (
     parted,
     read_head,
 )
+from kvcache.node_models import is_model_hash
 from kvcache.node_tiers import Tiers
 from profiles.blocks import HASH_BYTES
 from subjects.errors import CarpoolError, DecodeError, place_of
-from subjects.ids import ReplicaId
+from subjects.ids import ReplicaId, is_token
 from subjects.tasks import Tasks
 
 CONNECTIONS_MAX = 128
+ACCEPT_PAUSE_S = 0.05
 ATTACH_S_MAX = 2.0
 FRAME_SILENCE_S_MAX = 10.0
 """A frame that stopped midway closes the connection after that long."""
@@ -138,7 +140,11 @@ class LocalSocket:
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listening)
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError:  # out of descriptors, or the peer was gone at once
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
             sock.setblocking(False)
             with suppress(OSError):
                 if self._count < CONNECTIONS_MAX and peer_uid(sock) in (os.getuid(), 0):
@@ -208,6 +214,11 @@ class _Connection:
             signature.block_bytes < 1 or signature.block_bytes > BODY_BYTES_MAX or signature.block_size < 1
         ):
             raise DecodeError("a block of that size is not carried")
+        # Both go into messages to others, who refuse a whole message for one id that is none.
+        if engine.replica and not is_token(engine.replica):
+            raise DecodeError("a replica's id that is none")
+        if engine.model_hash and not is_model_hash(engine.model_hash):
+            raise DecodeError("a model's hash that is none")
         self._engine = engine
         self._replica = ReplicaId(engine.replica) if engine.replica else None
         self._answers.attached(engine)

@@ -15,6 +15,7 @@ import pytest
 
 from kvcache.core.identity import KvIdentity, spans_of
 from kvcache.node_messages import Closed, Open, frame
+from profiles.blocks import chain_hashes
 from subjects import names
 from subjects.bus import BusMessage
 from subjects.codec import decode, encode
@@ -47,7 +48,8 @@ IDENTITY = KvIdentity(weights_hash=WEIGHTS_HASH, signature=SIGNATURE, salt=SALT)
 def pair(shared_nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two nodes with disks on one bus."""
     directory = tmp_path_factory.mktemp("pair")
-    nodes = [NodeProcess(directory / name, name, shared_nats_server.url, disk=True) for name in ("source-1", "target-1")]
+    both = ("source-1", "target-1")
+    nodes = [NodeProcess(directory / name, name, shared_nats_server.url, disk=True, beat_s=0.3) for name in both]
     yield nodes[0], nodes[1]
     assert [node.stop() for node in nodes] == [0, 0]
 
@@ -195,6 +197,30 @@ async def test_concurrent_prepares_share_one_pull(pair: Pair) -> None:
     assert await asyncio.gather(*asked) == [64] * 10
     await questions.close()
     assert (await stats(target)).pulled_blocks - before.pulled_blocks == 64
+
+
+async def test_prompts_with_one_beginning_fetch_it_once(pair: Pair) -> None:
+    """Two prompts that go different ways after 40 blocks are pulled at once: 40 + 16 + 16 blocks come."""
+    source, target = pair
+    trunk = chain(16, 40)
+    tails = [
+        chain_hashes(range(seed, seed + 16 * BLOCK_TOKENS), BLOCK_TOKENS, SALT, trunk[-1])
+        for seed in (17_000_000, 18_000_000)
+    ]
+    client = source.client()
+    await asyncio.to_thread(client.write, SALT, b"", trunk, rows(trunk), USE)
+    for tail in tails:
+        await asyncio.to_thread(client.write, SALT, trunk[-1], tail, rows(tail), USE, first=40)
+    client.close()
+    probe = chain(19, 8)
+    await asyncio.to_thread(write, source, probe)
+    await known(target, probe, 8)
+    before = await stats(target)
+    questions = target.questions()
+    asked = [questions.prepare(SALT, [*trunk, *tail], deadline_s=5.0, prefill_tokens_per_s=0.0, use=USE) for tail in tails]
+    assert await asyncio.gather(*asked) == [56, 56]
+    await questions.close()
+    assert (await stats(target)).pulled_blocks - before.pulled_blocks == 72
 
 
 async def test_what_is_computed_faster_is_not_fetched(pair: Pair) -> None:
