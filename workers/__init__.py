@@ -13,6 +13,8 @@ Contract of this folder:
 - ``processes.py`` is what the kernel knows of replicas: groups, exits, last words, PSS, and the sweep of leftovers.
 - ``template.py`` is the process that vLLM replicas are forked from; its death kills nobody. ``forked.py`` is the first thing
   a forked replica does.
+- ``kv_keeper.py`` starts the worker's KV node (``kvcache``), watches it and ends it with the agent; ``kv_config.py`` is what
+  the node may use. Its death or silence ends no replica.
 - ``devices.py`` finds devices and reads their memory. Sum of budgets <= capacity at every instant.
 - ``engines/`` holds the implementations of one small protocol; they are imported late, by replica processes only.
   A request may name a LoRA adapter: ``core/adapters.py`` says who is loaded, who waits and who is evicted,

@@ -19,7 +19,6 @@ from subjects.messages import (
     MigrateKv,
     ModelRecord,
     OperationEnded,
-    OperationProgressed,
     ReplicaState,
     WorkerSnapshot,
 )
@@ -35,7 +34,6 @@ from workers.core.agent_events import (
     Device,
     ExitAgent,
     KvAnswered,
-    KvProgressed,
     KvReported,
     PublishEvent,
     PublishSnapshot,
@@ -97,13 +95,6 @@ def test_an_operation_about_kv_ends_with_what_the_node_did(command: EvictKv | Mi
     h = Harness()
     assert h.command(command) == [reply(CommandOutcome.ACCEPTED), AskKv(command)]
     h.now_s += 1.5
-    assert h.feed(KvProgressed(OperationId("op1"), "12 blocks so far")) == [
-        PublishEvent(
-            OperationProgressed(
-                worker=WORKER, operation=OperationId("op1"), state=ReplicaState.READY, detail="12 blocks so far"
-            )
-        )
-    ]
     told = ended(detail="412 blocks", took_s=1.5)
     assert h.feed(KvAnswered(OperationId("op1"), detail="412 blocks")) == [told]
     assert h.feed(KvAnswered(OperationId("op1"), detail="again")) == []

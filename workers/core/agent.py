@@ -77,7 +77,6 @@ from workers.core.agent_events import (
     ExitAgent,
     KillReplica,
     KvAnswered,
-    KvProgressed,
     KvReported,
     MemorySampled,
     ProcessExited,
@@ -270,8 +269,6 @@ class AgentCore:
                 self._memory_sampled(event)
             case KvReported():
                 self._kv_reported(event)
-            case KvProgressed():
-                self._kv_progressed(event)
             case KvAnswered():
                 self._kv_answered(now_s, event.operation, event.failure, event.detail)
             case BusRestored():
@@ -487,16 +484,6 @@ class AgentCore:
         self._kv.report = event.report
         self._changed |= (before.running, before.note) != (event.report.running, event.report.note)
         self._counters_changed |= before != event.report
-
-    def _kv_progressed(self, event: KvProgressed) -> None:
-        if self._kv.runs(event.operation):
-            told = OperationProgressed(
-                worker=self._settings.worker,
-                operation=event.operation,
-                state=ReplicaState.READY,
-                detail=_one_line(event.detail),
-            )
-            self._out.append(PublishEvent(event=told))
 
     def _kv_answered(self, now_s: float, operation: OperationId, failure: str, detail: str) -> None:
         command = self._kv.ended(operation)

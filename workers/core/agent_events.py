@@ -123,14 +123,6 @@ class KvReported:
 
 
 @dataclass(frozen=True, slots=True)
-class KvProgressed:
-    """How far the node is with an operation."""
-
-    operation: OperationId
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
 class KvAnswered:
     """The node has done what it was asked for (``detail`` says what), or has not (``failure``)."""
 
@@ -165,7 +157,6 @@ AgentEvent = (
     | ProcessExited
     | MemorySampled
     | KvReported
-    | KvProgressed
     | KvAnswered
     | BusRestored
     | ShutdownStarted

@@ -58,10 +58,6 @@ class KvDesk:
         """The node has answered this; None when nobody waits for it (any more)."""
         return self._running.pop(operation, (None, 0.0))[0]
 
-    def runs(self, operation: OperationId) -> bool:
-        """Whether its answer is waited for."""
-        return operation in self._running
-
     def overdue(self, now_s: float) -> list[OperationId]:
         """Those that were not answered in time, oldest first."""
         return [operation for operation, (_, due_s) in self._running.items() if now_s >= due_s]

@@ -1,9 +1,9 @@
 """The replica's side of the request protocol (ops/decisions/0004), as a pure core.
 
 It pulls tickets by capacity (:mod:`workers.core.pulling`), claims each from its gateway, takes what gateways hand over while
-it has room (ops/decisions/0026), runs what is granted, and keeps every token until the gateway has confirmed it. It never
-decides who runs what: a gateway's silence, ``Cancel`` or not naming a request ends the request here, and an attempt that
-ended here never runs here again.
+it has room (ops/decisions/0026), starts what is granted once the KV pages that it may need are free (KVC-6), and keeps
+every token until the gateway has confirmed it. It never decides who runs what: a gateway's silence, ``Cancel`` or not naming
+a request ends the request here, and an attempt that ended here never runs here again.
 """
 
 from __future__ import annotations
