@@ -14,6 +14,6 @@ virtual clock.
   ``memory`` and ``spares`` share out what is left. ``exact`` proves on small pools how good that is (``ops.bench.packing``).
 - The pool: ``pool`` is what is reported (``members``, ``inflow``) with the arithmetic of room (``rooms``), ``catalogue`` the
   models and their failures, ``transactions`` the steps under way, ``orders`` their commands, ``journal`` what a successor
-  finds of them, ``kv_tiers`` what KV nodes tell, ``digest`` what everybody is told, ``scheduler_events`` the events, commands
-  and numbers.
+  finds of them, ``kv_tiers`` what KV nodes tell, ``digest`` what everybody is told, ``scheduler_events`` the events,
+  commands and numbers.
 """
