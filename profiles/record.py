@@ -131,7 +131,9 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         service,
         model_hash=_files_hash(directory, weights_hash, dtype, engine.options, _kind(spec.task, rank, _codec_of(service))),
         weights_hash=weights_hash,
-        kv_signature=capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size),
+        kv_signature=_kept_as(
+            capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size), _codec_of(service)
+        ),
         source=str(directory),
         tokenizer=directory,
         dtype=dtype,
@@ -315,6 +317,11 @@ def _kind(task: Task, adapters_rank: int = 0, kv_codec: str = "") -> dict[str, s
     if adapters_rank:
         kind["adapters_rank_max"] = adapters_rank
     return kind | {"kv_codec": kv_codec} if kv_codec in LOSSY_CODECS else kind
+
+
+def _kept_as(signature: str, codec: str) -> str:
+    """Blocks that a lossy codec may have gone through are never given to a service of the same weights without one."""
+    return f"{signature}-{codec}" if codec in LOSSY_CODECS else signature
 
 
 def _codec_of(service: ModelService) -> str:

@@ -421,7 +421,8 @@ def test_hashes_tell_variants_apart(tmp_path: Path) -> None:
 
 
 def test_only_a_lossy_codec_of_kv_makes_another_model(tmp_path: Path) -> None:
-    """Text that may differ is behaviour; that KV is kept, or how it is packed without a loss, is not (PRO-3, KVC-5)."""
+    """Text that may differ is behaviour; that KV is kept, or how it is packed without a loss, is not (PRO-3, KVC-5). What
+    went through a lossy codec is nobody else's KV (P2)."""
     make_tiny("a", tmp_path / "m", seed=1)
 
     def made(**kv: Any) -> ModelRecord:
@@ -432,7 +433,8 @@ def test_only_a_lossy_codec_of_kv_makes_another_model(tmp_path: Path) -> None:
     same = [made(reuse=False), made(codec="lossless"), made(reuse=False, codec="fp8")]
     assert {record.model_hash for record in same} == {base.model_hash}
     assert len({record.model_hash for record in (base, made(codec="fp8"), made(codec="int4"))}) == 3
-    assert made(codec="int4").kv_signature == base.kv_signature
+    assert {record.kv_signature for record in same} == {base.kv_signature}
+    assert made(codec="int4").kv_signature == f"{base.kv_signature}-int4"
     verify_record(made(codec="fp8"))
 
 
