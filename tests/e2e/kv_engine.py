@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 from ops.bench.kv_engine_child import ServedEngine
+from workers.engines.vllm_cpu import VllmEngine
 from workers.spec import ReplicaSpec
 
 HELD_S_MAX = 60
@@ -23,8 +24,14 @@ class HurtEngine(ServedEngine):
 
     def __init__(self, spec: ReplicaSpec) -> None:
         super().__init__(spec)
+        self._spec = spec
         self._released = threading.Event()
         self._reading = threading.Event()
+
+    async def second(self) -> dict[str, Any]:
+        """Another engine in this process."""
+        await VllmEngine(self._spec).start()
+        return {}
 
     async def hold(self) -> dict[str, Any]:
         """Reads wait from now on."""

@@ -1,6 +1,7 @@
 """KV that outlives its engine, on real vLLM with SmolLM2: the same greedy tokens with and without it, wherever it lay.
 
-Engines are forked from one template. Each answer is compared with the one that is computed under a salt of its own.
+Engines are forked from one template and take turns on their device, as in a pool. Each answer is compared with the one that
+is computed under a salt of its own.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Stage:
             spec,
             replica=ReplicaId(f"replica-{len(self.engines):010d}"),
             kv_socket=node.socket,
+            turns_directory=str(self.directory / "turns"),
             threads=2,
         )
         engine = Engine(await fork(self.template, spec))
@@ -244,6 +246,12 @@ async def test_what_a_client_says_of_kv_is_ignored(first: Engine, story: tuple[l
     await first.do("reset")
     told = await first.ask(prompt, "cd" * 16, cache_salt=SALT, vllm_xargs={"kv_transfer_params": "x"})
     assert told == (answer, 0)
+
+
+async def test_a_second_engine_with_tiers_in_a_process_is_refused(first: Engine) -> None:
+    """vLLM keeps one connector per process; a second engine would read into the tensors of the first."""
+    answer = await first.forked.ask(json.dumps({"do": "second"}))
+    assert "runs in this process already" in answer["error"]
 
 
 async def test_several_requests_at_once(first: Engine, story: tuple[list[int], list[int]]) -> None:

@@ -26,7 +26,7 @@ from kvcache.errors import KvRefused, KvUnavailable
 from kvcache.node_messages import KvUse
 from profiles.blocks import chain_hashes
 from profiles.costs import prefill_s
-from subjects.errors import CarpoolError, place_of
+from subjects.errors import CarpoolError, EngineError, place_of
 from subjects.messages import ModelRecord, Task
 from subjects.tasks import end_tasks
 from workers.engines.base import EngineRequest
@@ -88,11 +88,18 @@ class KvReuse:
         self.asked = self.unanswered = 0
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's ``EngineArgs``. Imports vLLM."""
+        """Keyword arguments of vLLM's ``EngineArgs``. Imports vLLM.
+
+        Raises:
+            EngineError: an engine with a connector runs in this process already; vLLM would mix up their tensors.
+        """
         from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer import has_kv_transfer_group
 
         from kvcache.vllm_connector import ConnectorConfig
 
+        if has_kv_transfer_group():
+            raise EngineError("an engine with KV tiers runs in this process already: start each in one of its own")
         record = self._record
         config = ConnectorConfig(
             socket=self._spec.kv_socket,
