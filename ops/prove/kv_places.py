@@ -88,12 +88,15 @@ class Tally:
     compared: int = 0
     wrong: int = 0
     slowest_s: float = 0.0
+    slowest: str = ""
     cached: dict[str, int] = field(default_factory=dict)
     """By phase: the fewest cached tokens of its answers."""
 
     def add(self, phase: str, prompt: str, answer: Answer) -> None:
         self.compared += 1
-        self.slowest_s = max(self.slowest_s, answer.ended_s - answer.begun_s)
+        took_s = answer.ended_s - answer.begun_s
+        if took_s > self.slowest_s:
+            self.slowest_s, self.slowest = took_s, phase
         self.cached[phase] = min(self.cached.get(phase, CONTEXT_LEN), answer.cached_tokens)
         if answer.text != self.right[prompt]:
             self.wrong += 1
