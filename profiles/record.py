@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from profiles import adapters, capacity, hashing
 from profiles.paths import models_dir
@@ -21,6 +22,19 @@ _TINY = re.compile(r"tiny-(\d{1,9})")
 _SIMULATED_WEIGHTS_BYTES = 1 << 30
 _SIMULATED_KV_BYTES_PER_TOKEN = 16 << 10
 _SIMULATED_CONTEXT_LEN = 8192
+_OPTIONS_WITHOUT_KV = frozenset(
+    {
+        "chat_template",
+        "enable_auto_tool_choice",
+        "enforce_eager",
+        "kv_cache_dtype",
+        "max_num_batched_tokens",
+        "reasoning_parser",
+        "tool_call_parser",
+        "tool_strict_level",
+    }
+)
+"""Engine options that change no KV, or are named by its signature; models that differ in any other do not share theirs."""
 _SIZE_OPTIONS = ("weights_bytes", "kv_bytes_per_token", "overhead_bytes")
 """Options of a simulated service that size its record; the engine never sees them."""
 
@@ -114,8 +128,8 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     config = hashing.read_json(directory / "config.json")
     shape = capacity.read_shape(config, str(directory / "config.json"))
     dtype = capacity.resolve_dtype(config, engine.dtype)
-    kv_dtype = str(engine.options.get("kv_cache_dtype", "auto"))
-    kv_dtype = "fp8" if kv_dtype.startswith("fp8") else dtype
+    kv_option = str(engine.options.get("kv_cache_dtype", "auto"))
+    kv_dtype = "fp8" if kv_option.startswith("fp8") else dtype
     per_token = capacity.kv_bytes_per_token(shape, kv_dtype)
     context_len = _context_len(engine.max_context_len, shape.max_context_len)
     kv_bytes = _kv_bytes(service, per_token, context_len)
@@ -132,7 +146,10 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         model_hash=_files_hash(directory, weights_hash, dtype, engine.options, _kind(spec.task, rank, _codec_of(service))),
         weights_hash=weights_hash,
         kv_signature=_kept_as(
-            capacity.kv_signature(shape, kv_dtype, weights_hash, config, engine.block_size), _codec_of(service)
+            capacity.kv_signature(
+                shape, _kv_named(kv_option, dtype), weights_hash, _computed_by(config, engine.options), engine.block_size
+            ),
+            _codec_of(service),
         ),
         source=str(directory),
         tokenizer=directory,
@@ -145,6 +162,20 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         random_weights=_is_random(directory),
         adapters_of=adapters.build_adapters(service, base_dir, tensors, progress),
     )
+
+
+def _kv_named(option: str, dtype: str) -> str:
+    """The precision of a cache by vLLM's option: ``fp8`` is e4m3; every other form has its own name, as its bytes mean
+    something else (P2)."""
+    if option in ("auto", "fp8_e4m3"):
+        return dtype if option == "auto" else "fp8"
+    return option.replace("-", "_")
+
+
+def _computed_by(config: Mapping[str, Any], options: Mapping[str, str | int | float | bool]) -> Mapping[str, Any]:
+    """The configuration, and with it what else may change the numbers that an engine computes (P2)."""
+    more = {name: value for name, value in options.items() if name not in _OPTIONS_WITHOUT_KV}
+    return {**config, "carpool.engine_options": more} if more else config
 
 
 def _files_hash(

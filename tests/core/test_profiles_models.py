@@ -420,6 +420,26 @@ def test_hashes_tell_variants_apart(tmp_path: Path) -> None:
     assert turned.kv_signature != defaults.kv_signature == base.kv_signature
 
 
+def test_kv_of_another_form_or_another_computation_has_another_signature(tmp_path: Path) -> None:
+    """Bytes that mean something else are nobody else's KV, whatever the weights (P2); a parser of tools changes none."""
+    make_tiny("a", tmp_path / "m", seed=1)
+
+    def signature(**options: str | float) -> str:
+        return record_of({"source": "m", "engine": {"options": options}}, tmp_path).kv_signature
+
+    plain = signature()
+    assert signature(tool_call_parser="hermes") == plain
+    others = [
+        signature(kv_cache_dtype="fp8"),
+        signature(kv_cache_dtype="fp8_e5m2"),
+        signature(kv_cache_dtype="nvfp4"),
+        signature(quantization="fp8"),
+        signature(rope_theta=5e5),
+    ]
+    assert len({plain, *others}) == 6
+    assert signature(kv_cache_dtype="fp8_e4m3") == others[0]
+
+
 def test_only_a_lossy_codec_of_kv_makes_another_model(tmp_path: Path) -> None:
     """Text that may differ is behaviour; that KV is kept, or how it is packed without a loss, is not (PRO-3, KVC-5). What
     went through a lossy codec is nobody else's KV (P2)."""
