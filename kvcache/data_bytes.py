@@ -8,10 +8,13 @@ import mmap
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Final
 
+from kvcache.core.identity import PAGE_BYTES
 from kvcache.host_tier import HostBlock, checksums_of, decoded
 from kvcache.node_messages import (
     LENGTHS_BYTES,
@@ -26,9 +29,19 @@ from subjects.errors import DecodeError
 
 SILENCE_S_MAX: Final = 2.0
 """A side that moves no byte for that long is given up."""
+SOCKET_BUFFER_BYTES: Final = 4 << 20
+"""Of both sides: on one host they take turns on the cores, and each turn should move megabytes."""
+SUMMED_BYTES: Final = 4 * PAGE_BYTES
+"""Received and summed at a time."""
 BUFFERS_MAX: Final = 512
 """Of one system call."""
 _TIMEVAL = struct.Struct("@ll")
+
+
+def prepare_socket(sock: socket.socket) -> None:
+    """Before it connects, or the socket that listens."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
 
 
 async def read_message(sock: socket.socket, kind: Any) -> Any:
@@ -142,38 +155,71 @@ def _skip(waiting: list[memoryview], at: int, count: int) -> int:
     return at
 
 
-def receive_blocks(
-    sock: socket.socket, batch: Sequence[int], room: Sequence[HostBlock], end_s: float
-) -> tuple[list[bytes], int]:
-    """In a thread: the answer to one ``Fetch`` into ``room``; the checksums of the leading blocks that are right, and bytes.
+@dataclass(slots=True)
+class Received:
+    """The answer to one ``Fetch``: checksums of the leading blocks that are right, and why no more will come, if so."""
 
-    Raises:
-        OSError, EOFError, TimeoutError: the source is gone or too slow.
-        DecodeError: it said something else than was asked.
+    sums: list[bytes] = field(default_factory=list)
+    bytes: int = 0
+    failure: str = ""
+
+
+Job = tuple[Sequence[int], Sequence[HostBlock]]
+"""Places that were asked for, and where their blocks go."""
+
+
+def receive_jobs(
+    sock: socket.socket, jobs: SimpleQueue[Job | None], end_s: float, arrived: Callable[[Received], None]
+) -> None:
+    """In a thread: the answers to all ``Fetch``, one after the other, until ``None`` or the first failure.
+
+    One thread for all of them: handing each to the event loop and back would leave the connection idle in between.
     """
     with _blocking(sock):
-        start = bytearray(LENGTHS_BYTES)
-        _receive_all(sock, [memoryview(start)], end_s)
-        head_bytes, body_bytes = lengths(start)
-        head = bytearray(head_bytes)
-        _receive_all(sock, [memoryview(head)], end_s)
-        blocks = _fitting(read_head(bytes(head), ToTarget), batch, room, body_bytes)
-        sums: list[bytes] = []
-        right = True
-        for told, block in zip(blocks, room, strict=False):
-            # Block by block: a checksum costs a third while the bytes are in the cache.
-            if told.codec == "none":
-                _receive_all(sock, block.views, end_s)
-                found = checksums_of(block)
-                right = right and found == told.checksums
-            else:
-                payload = memoryview(mmap.mmap(-1, told.size))
-                _receive_all(sock, [payload], end_s)
-                right = right and checksums(payload) == told.checksums and decoded(block, payload, told.codec)
-                found = checksums_of(block)
-            if right:
-                sums.append(found)
-        return sums, body_bytes
+        while (job := jobs.get()) is not None:
+            received = Received()
+            try:
+                _receive_blocks(sock, *job, end_s, received)
+            except (OSError, EOFError, TimeoutError, DecodeError) as error:
+                late = time.monotonic() >= end_s
+                received.failure = "deadline" if late else f"{type(error).__name__}: {error}"
+            arrived(received)
+            if received.failure:
+                return
+
+
+def _receive_blocks(
+    sock: socket.socket, batch: Sequence[int], room: Sequence[HostBlock], end_s: float, received: Received
+) -> None:
+    start = bytearray(LENGTHS_BYTES)
+    _receive_all(sock, [memoryview(start)], end_s)
+    head_bytes, body_bytes = lengths(start)
+    head = bytearray(head_bytes)
+    _receive_all(sock, [memoryview(head)], end_s)
+    blocks = _fitting(read_head(bytes(head), ToTarget), batch, room, body_bytes)
+    right = True
+    for told, block in zip(blocks, room, strict=False):
+        if told.codec == "none":
+            found = b"".join([_receive_summed(sock, view, end_s) for view in block.views])
+            right = right and found == told.checksums
+        else:
+            payload = memoryview(mmap.mmap(-1, told.size))
+            _receive_all(sock, [payload], end_s)
+            right = right and checksums(payload) == told.checksums and decoded(block, payload, told.codec)
+            found = checksums_of(block)
+        received.bytes += told.size
+        if right:
+            received.sums.append(found)
+
+
+def _receive_summed(sock: socket.socket, view: memoryview, end_s: float) -> bytes:
+    """Fills ``view``; the checksums of its pages, made while their bytes are in the cache: a third of the time."""
+    sums: list[bytes] = []
+    for at in range(0, len(view), SUMMED_BYTES):
+        part = view[at : at + SUMMED_BYTES]
+        _receive_all(sock, [part], end_s)
+        sums.append(checksums(part))
+    return b"".join(sums)
 
 
 def _fitting(message: object, batch: Sequence[int], room: Sequence[HostBlock], body_bytes: int) -> tuple[Block, ...]:

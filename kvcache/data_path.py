@@ -28,7 +28,7 @@ import structlog
 
 from kvcache.core.holdings import Held
 from kvcache.core.identity import PAGE_BYTES
-from kvcache.data_bytes import SILENCE_S_MAX, in_thread, parts_of, read_message, send_all
+from kvcache.data_bytes import SILENCE_S_MAX, in_thread, parts_of, prepare_socket, read_message, send_all
 from kvcache.host_tier import HostBlock
 from kvcache.node_messages import (
     BLOCKS_MAX,
@@ -140,6 +140,7 @@ class DataServer:
         settings = self._settings
         family = socket.AF_INET6 if ":" in settings.data_host else socket.AF_INET
         sock = socket.create_server((settings.data_host, settings.data_port), family=family, backlog=STRANGERS_MAX)
+        prepare_socket(sock)
         sock.setblocking(False)
         host, port = sock.getsockname()[:2]
         self.address = settings.data_address or f"{host}:{port}"

@@ -9,12 +9,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Final
 
 import structlog
 
 from kvcache.core.migration import Transfer, batches, lacking
-from kvcache.data_bytes import SILENCE_S_MAX, in_thread, read_message, receive_blocks
+from kvcache.data_bytes import SILENCE_S_MAX, Job, Received, in_thread, prepare_socket, read_message, receive_jobs
 from kvcache.host_tier import HostBlock
 from kvcache.node_messages import (
     BODY_BYTES_MAX,
@@ -30,7 +31,6 @@ from kvcache.node_tiers import Tiers
 from subjects.errors import DecodeError
 from subjects.ids import ReplicaId
 from subjects.messages import KvOffer
-from subjects.tasks import end_tasks
 
 FETCH_BLOCKS_MAX: Final = 1024
 PULLS_MAX: Final = 4
@@ -100,6 +100,7 @@ class Puller:
         sock = socket.socket(socket.AF_INET6 if offer.address.startswith("[") else socket.AF_INET, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
+            prepare_socket(sock)
             async with asyncio.timeout(max(0.0, min(SILENCE_S_MAX, end_s - time.monotonic()))):
                 opened = await _open(sock, offer)
             hashes = parted(opened.hashes)
@@ -137,29 +138,34 @@ class Puller:
             end_s=end_s,
         )
         rooms: list[list[HostBlock]] = []
-        work: asyncio.Task[tuple[list[bytes], int]] | None = None
-        arrived: tuple[tuple[int, ...], list[HostBlock], list[bytes]] | None = None
+        jobs: SimpleQueue[Job | None] = SimpleQueue()
+        came: asyncio.Queue[Received] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def arrived(received: Received) -> None:
+            loop.call_soon_threadsafe(came.put_nowait, received)
+
+        work = asyncio.create_task(in_thread(self._threads, sock, receive_jobs, sock, jobs, end_s, arrived))
+        work.add_done_callback(lambda _: came.put_nowait(Received(failure="the thread ended")))
         try:
-            await self._ask(sock, opened, hashes, transfer, rooms)
+            await self._ask(sock, opened, hashes, transfer, rooms, jobs)
             while transfer.in_flight:
-                batch, room = transfer.in_flight[0], rooms[0]
-                # A thread receives this batch while the one before it is kept and the next one is asked for.
-                work = asyncio.create_task(in_thread(self._threads, sock, receive_blocks, sock, batch, room, end_s))
-                if arrived is not None:
-                    self._keep(*arrived, replica)
-                    arrived = None
-                await self._ask(sock, opened, hashes, transfer, rooms)
-                sums, came_bytes = await work
-                del rooms[0]
-                arrived = (batch, room, sums)
-                transfer.came(len(sums))
-                result.blocks += len(sums)
-                result.bytes += came_bytes
+                received = await came.get()
+                batch, room = transfer.in_flight[0], rooms.pop(0)
+                transfer.failure = transfer.failure or received.failure
+                transfer.came(len(received.sums))
+                if received.failure:
+                    transfer.broke(received.failure)
+                self._keep(batch, room, received.sums, replica)
+                result.blocks += len(received.sums)
+                result.bytes += received.bytes
+                await self._ask(sock, opened, hashes, transfer, rooms, jobs)
         finally:
-            if work is not None:
-                await end_tasks([work])
-            if arrived is not None:
-                self._keep(*arrived, replica)
+            jobs.put(None)
+            work.cancel()
+            while not work.done():  # the thread has pages in its hands, whoever does not want to wait for it
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
             for room in rooms:
                 for block in room:
                     tiers.host.abandon(block)
@@ -173,7 +179,13 @@ class Puller:
                     await event.wait()
 
     async def _ask(
-        self, sock: socket.socket, opened: Opened, hashes: Sequence[bytes], transfer: Transfer, rooms: list[list[HostBlock]]
+        self,
+        sock: socket.socket,
+        opened: Opened,
+        hashes: Sequence[bytes],
+        transfer: Transfer,
+        rooms: list[list[HostBlock]],
+        jobs: SimpleQueue[Job | None],
     ) -> None:
         """Asks for as many batches as may be under way, once there is room for them."""
         while (batch := transfer.next(time.monotonic())) is not None:
@@ -187,6 +199,7 @@ class Puller:
             # A thread may be receiving on this socket. Some questions always find room in its sending buffer.
             if sock.send(question, socket.MSG_DONTWAIT) < len(question):
                 raise OSError("the source takes no questions")
+            jobs.put((batch[: len(room)], room))
 
     def _keep(self, batch: tuple[int, ...], room: list[HostBlock], sums: list[bytes], replica: ReplicaId | None) -> None:
         for place, block, sum_ in zip(batch, room, sums, strict=False):
