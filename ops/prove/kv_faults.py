@@ -22,7 +22,7 @@ from msgspec import structs
 from kvcache import kvc_format
 from kvcache.core.identity import PAGE_BYTES
 from ops.control import control
-from ops.kv_cli import carried_out
+from ops.kv_orders import carried_out
 from ops.prove.kv_places import MODEL, Place, Tally, document, questions, right_answers, running_place, services_of
 from ops.prove.sick_disk import SickDisk
 from ops.prove.workplace import Figures, Say, until
