@@ -1,8 +1,9 @@
 """How fast a chain moves from one node to another, beside a plain copy of the same bytes over the same path.
 
 Both sides of both are processes of their own on loopback, one sends from memory and one receives into memory that it had
-before; rounds of both alternate. What a node does besides (asks over the bus, a token, the chain's hashes, a checksum of
-each 64 KiB, which the plain copy lacks) is in its time: from the command to the answer that all is there.
+before, with equal socket buffers; rounds of both alternate. What a node does besides (asks over the bus, a token, the
+chain's hashes, a checksum of each 64 KiB, which the plain copy lacks) is in its time: from the command to the answer that
+all is there.
 
 Offers are those that a node really gives for chains that it really holds; their blocks are small, their number is not.
 """
@@ -26,6 +27,7 @@ import msgspec
 
 from kvcache.client import KvClient, KvNode
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
+from kvcache.data_bytes import prepare_socket
 from kvcache.errors import KvUnavailable
 from kvcache.node_messages import KvUse
 from kvcache.node_settings import NATS_VARIABLE, NodeSettings
@@ -268,6 +270,7 @@ def _send(size: int) -> None:
         part = memory[at : at + len(row)]
         part[:] = row[: len(part)]
     with socket.create_server(("127.0.0.1", 0)) as listening:
+        prepare_socket(listening)
         sys.stdout.write(f"{listening.getsockname()[1]}\n")
         sys.stdout.flush()
         while True:
@@ -280,7 +283,9 @@ def _receive(port: int, size: int) -> None:
     memory = _memory(size)
     for _ in sys.stdin:
         began_s = time.monotonic()
-        with socket.create_connection(("127.0.0.1", port)) as sock:
+        with socket.socket() as sock:
+            prepare_socket(sock)
+            sock.connect(("127.0.0.1", port))
             rest = memory
             while len(rest):
                 count = sock.recv_into(rest[:PIECE_BYTES])
