@@ -329,8 +329,11 @@ class Exchange:
         for holder in self.index.holders(ModelHash(engine.model_hash), spans).workers:
             if holder.worker == self._worker or self._vain.get((holder.worker, b""), 0.0) > now_s:
                 continue
+            more = holder.spans * step - local
+            if more <= 0:
+                continue
             choice = choose(
-                holder.spans * step - local,
+                more,
                 block_bytes=signature.block_bytes,
                 block_tokens=signature.block_size,
                 bytes_per_s=self.bandwidths.bytes_per_s(holder.worker),
@@ -338,9 +341,12 @@ class Exchange:
                 prefill_tokens_per_s=asked.prefill_tokens_per_s,
                 deadline_s=left_s,
             )
-            if choice.blocks and self._vain.get((holder.worker, hashes[local + choice.blocks - 1]), 0.0) > now_s:
+            if not choice.blocks:
+                self.bandwidths.passed_over(holder.worker)
                 continue
-            if choice.blocks and (best is None or (choice.saves_s, choice.blocks) > best[:2]):
+            if self._vain.get((holder.worker, hashes[local + choice.blocks - 1]), 0.0) > now_s:
+                continue
+            if best is None or (choice.saves_s, choice.blocks) > best[:2]:
                 best = (choice.saves_s, choice.blocks, holder.worker)
         return (best[2], best[1]) if best is not None else None
 
@@ -407,6 +413,8 @@ class Exchange:
             prefill_tokens_per_s=asked.prefill_tokens_per_s,
             deadline_s=max(asked.deadline_s, 1.0),
         )
+        if not choice.blocks:
+            self.bandwidths.passed_over(DISK)
         return in_memory + choice.blocks
 
     async def pull_all(self, kv_signature: str, source: str, deadline_s: float) -> KvPulled:

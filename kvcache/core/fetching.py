@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 HALF_LIFE_S = 10.0
 """Bytes that moved long ago count less: their weight halves with each 10 s of transfers since, not of idle time."""
-BYTES_PER_S_UNKNOWN = 200e6
-"""What is believed of a path that was never measured: low, and corrected by the first transfer over it."""
+BYTES_PER_S_UNKNOWN = 1e9
+"""What is believed of a path that was never measured: high, since only a transfer can correct it, and has a deadline."""
+PASSED_OVER_FACTOR = 1.05
+"""Belief in a slow path grows by that each time it was passed over, so that it is tried again some day."""
 SAMPLE_BYTES_MIN = 256 * 1024
 """Smaller transfers measure latency."""
 PATHS_MAX = 1024
@@ -49,6 +51,12 @@ class Bandwidths:
             self._paths[path] = _Path(BYTES_PER_S_UNKNOWN / 2, 1.0)
         else:
             known.bytes /= 2
+
+    def passed_over(self, path: str) -> None:
+        """The path was believed too slow to be used."""
+        known = self._paths.get(path)
+        if known is not None and known.bytes / known.seconds < BYTES_PER_S_UNKNOWN:
+            known.bytes *= PASSED_OVER_FACTOR
 
     def bytes_per_s(self, path: str) -> float:
         """What is believed of a path."""

@@ -70,6 +70,20 @@ def test_bandwidth_follows_the_last_transfers() -> None:
     assert speeds.bytes_per_s("other") == BYTES_PER_S_UNKNOWN
 
 
+def test_a_slow_path_is_tried_again_some_day() -> None:
+    """A path that was slow once is passed over for a while, not for ever: only a transfer can tell that it is fast again."""
+    speeds = Bandwidths()
+    speeds.measured("w", MIB, 1.0)
+    times = 0
+    while not _choose(100, bytes_per_s=speeds.bytes_per_s("w"), deadline_s=100.0).blocks:
+        speeds.passed_over("w")
+        times += 1
+    assert 20 < times < 200
+    for _ in range(1000):
+        speeds.passed_over("w")
+    assert speeds.bytes_per_s("w") < 1.1 * BYTES_PER_S_UNKNOWN
+
+
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 10), st.integers(1, 5), st.integers(1, 8))
 def test_a_target_asks_for_what_it_lacks_once_and_in_order(
     here: list[bool], block: int, blocks_at_once: int, blocks_max: int
