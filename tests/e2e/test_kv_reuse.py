@@ -34,6 +34,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pyte
 
 BLOCK = 32
 SALT, OTHER = "aa" * 16, "bb" * 16
+INDEX_S = 0.5
+"""Nodes tell each other what they hold every 0.2 s."""
+PROMPTS_MAX = 12
 KV_BYTES = 96 * 1024 * 1024
 STORY = (
     "The old lighthouse stood where the river meets the sea. Every evening its keeper, a quiet woman called Marta, climbed "
@@ -154,6 +157,12 @@ async def stage(
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def first_node(stage: Stage) -> NodeProcess:
     return stage.node("first")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def second_node(stage: Stage, first_node: NodeProcess) -> NodeProcess:
+    """On the same bus."""
+    return stage.node("second")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -286,20 +295,25 @@ async def test_another_replica_and_its_successors(
     await stage.end(fourth)
 
 
-async def test_a_replica_on_another_node(stage: Stage, first: Engine, first_node: NodeProcess) -> None:
-    """Its node pulls the blocks from the first one, over the index and the data path, in whole spans (KVC-4)."""
-    prompt = stage.tokens("Of what is told in one place and asked in another: " + STORY * 8)[: SPAN_TOKENS + 40]
-    answer, _ = await first.ask(prompt)
-    second_node = stage.node("second")
+async def test_a_replica_on_another_node(stage: Stage, first: Engine, second_node: NodeProcess) -> None:
+    """Its node pulls the blocks from the first one, over the index and the data path, in whole spans (KVC-4).
+
+    The index may take a moment, and what was computed meanwhile is there already: so other prompts until one was known.
+    """
     engine = await stage.engine(second_node)
-    try:
+    prompt: list[int] = []
+    cached = 0
+    for attempt in range(PROMPTS_MAX):
+        prompt = stage.tokens(f"Told in one place and asked in another, {attempt}: " + STORY * 8)[: SPAN_TOKENS + 40]
+        answer, _ = await first.ask(prompt)
+        await asyncio.sleep(INDEX_S)
         tokens, cached = await engine.ask(prompt)
         assert tokens == answer
-        assert SPAN_TOKENS <= cached <= reusable(prompt)
-        assert (await second_node.stats()).pulled_blocks >= SPAN_TOKENS // BLOCK
-    finally:
-        await stage.end(engine)
-        second_node.stop()
+        if cached:
+            break
+    assert SPAN_TOKENS <= cached <= reusable(prompt)
+    assert (await second_node.stats()).pulled_blocks >= SPAN_TOKENS // BLOCK
+    await stage.end(engine)
 
 
 # What breaks between ``prepare`` and the read costs time, never text, pages or the engine.
