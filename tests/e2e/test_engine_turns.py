@@ -90,7 +90,7 @@ async def test_it_waits_for_its_turn_and_goes_on_when_a_neighbour_hangs(
                 return next(decisions) if any(True for _ in answers) else 40
 
             monkeypatch.setattr(scheduler.young, "prompt_tokens", decide)
-            mixed = [driver.send(each | {"cache_salt": str(allowed)}) for each in (body, *map(long_body, LONGS), body)]
+            mixed = [driver.send(each, cache_salt=str(allowed)) for each in (body, *map(long_body, LONGS), body)]
             answers = [(await driver.wait(each)).token_ids() for each in mixed]
             assert answers == [alone.token_ids(), *held_back, alone.token_ids()]
             assert scheduler.max_num_scheduled_tokens == most
