@@ -88,7 +88,6 @@ class KvKeeper:
         self._node = KvNode(self.socket_path)
         self._popen: subprocess.Popen[bytes] | None = None
         self._stderr: StderrTail | None = None
-        self._running = False
         self._note = ""
         self._address = ""
         self._locked = 0
@@ -108,7 +107,6 @@ class KvKeeper:
         while True:
             begun_s = loop.time()
             note = await self._live()
-            self._running = False
             self._tell(note)
             log.warning("the KV node is not running; replicas compute what it would have known", reason=note)
             if self._locked == 0 and loop.time() - begun_s >= STEADY_S:
@@ -149,10 +147,14 @@ class KvKeeper:
             signal_group(popen.pid, signal.SIGKILL)
             return
         if ready is None:
+            # It ends, or it is none of ours; its own exit code says more than a kill would.
+            await asyncio.wait({exited}, timeout=END_GRACE_S)
+            if not exited.done():
+                log.warning("the KV node said nothing that can be read and is killed")
+                signal_group(popen.pid, signal.SIGKILL)
             return
         self._address = ready.data
         self._locked = 0
-        self._running = True
         log.info("KV node", node=ready.node, address=ready.data, note=self._note)
         loop = asyncio.get_running_loop()
         heard_s = loop.time()

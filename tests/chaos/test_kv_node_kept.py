@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from tests.chaos.test_agent_processes import Desk, gone, model
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.kv_nodes import BLOCK_BYTES, MODEL_HASH, SALT, SIGNATURE, USE, WEIGHTS_HASH, chain, right, room, rows
+from workers import kv_keeper
+from workers.kv_config import KvConfig
+from workers.processes import StateDirectory
 
 
 class KvDesk(Desk):
@@ -102,6 +107,39 @@ async def test_a_frozen_node_is_killed_and_started_again(desk: KvDesk) -> None:
     await until(lambda: any(s.kv and not s.kv.running and "SIGKILL" in s.kv.note for s in desk.snapshots), "word of it")
     await desk.node_runs(worker)
     assert desk.node_pid(worker) != pid
+
+
+async def test_a_node_without_a_word_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts and says nothing that can be read does not stay: it is killed, and that is told (D8)."""
+    monkeypatch.setattr(kv_keeper, "END_GRACE_S", 0.05)
+    words = [sys.executable, "-c", "import time; print('no JSON', flush=True); time.sleep(600)"]
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def spawn(_: object, stderr_fd: int) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        begun.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr_fd, start_new_session=True))
+        return begun[-1]
+
+    told: list[KvReport] = []
+    keeper = kv_keeper.KvKeeper(
+        KvConfig(directory=tmp_path / "kv", memory_bytes=32 << 20, disk_bytes=0),
+        worker=WorkerId("w"),
+        nats_urls=(),
+        state=StateDirectory(tmp_path),
+        state_dir=tmp_path,
+        forward=lambda _: None,
+        report=told.append,
+    )
+    monkeypatch.setattr(keeper, "_spawn", spawn)
+    running = asyncio.create_task(keeper.run())
+    try:
+        await until(lambda: told, "word of its end")
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await keeper.stop()
+    assert told[0] == KvReport(running=False, note="it was ended by SIGKILL")
+    assert all(gone(popen.pid) for popen in begun)
 
 
 async def test_a_killed_agent_leaves_no_node(desk: KvDesk) -> None:
