@@ -402,10 +402,13 @@ class KvNode:
                     writer.write(frame(self._attach))
                     if not isinstance(await _next_head(reader), Attached):
                         raise DecodeError("the node did not accept this end")
-            except (OSError, EOFError, TimeoutError, DecodeError) as error:
+            except BaseException as error:
+                # Also whoever's deadline ends before: the loop would hold the connection to a frozen node for ever.
                 if writer is not None:
                     writer.transport.abort()
-                raise KvUnavailable(f"the KV node is away: {error}") from None
+                if isinstance(error, OSError | EOFError | TimeoutError | DecodeError):
+                    raise KvUnavailable(f"the KV node is away: {error}") from None
+                raise
             self._writer = writer
             self._reading = asyncio.get_running_loop().create_task(self._read(reader, writer))
             return writer

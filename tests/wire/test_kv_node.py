@@ -242,6 +242,21 @@ async def test_questions_to_a_frozen_node_end_at_their_deadline(node: NodeProces
     await questions.close()
 
 
+async def test_a_frozen_node_costs_no_connections(node: NodeProcess) -> None:
+    """Whoever's deadline ends before a frozen node accepts him leaves no open socket behind."""
+    node.signal(signal.SIGSTOP)
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(4):
+            questions = node.questions()
+            with pytest.raises(KvUnavailable):
+                await questions.prepare(SALT, chain(6, 2), deadline_s=0.02, prefill_tokens_per_s=0.0, use=USE)
+        await asyncio.sleep(0)  # an aborted transport closes its socket in the loop's next turn
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        node.signal(signal.SIGCONT)
+
+
 def _hostile() -> list[bytes]:
     attach = frame(Attach(model_hash=MODEL_HASH, weights_hash=WEIGHTS_HASH, signature=SIGNATURE, replica="x"))
     hashes = joined(chain(7, 2))
