@@ -63,7 +63,7 @@ class StoreLocked(StoreRefused):
 class Segment:
     """One file. ``next_slot`` is the first that was never written; slots are never used twice."""
 
-    __slots__ = ("blocks", "dead", "header", "name", "next_slot", "pages", "pins", "unsynced")
+    __slots__ = ("blocks", "header", "name", "next_slot", "pages", "pins", "unsynced")
 
     def __init__(self, name: str, header: Header, next_slot: int) -> None:
         self.name = name
@@ -74,7 +74,6 @@ class Segment:
         self.blocks = 0
         self.pins = 0
         """Who reads or writes it now; it is not unlinked before they are done."""
-        self.dead = False
         self.unsynced = False
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from kvcache.chunks import CHUNK_PAGES, Read, Write, in_pages, payload_of
@@ -38,7 +38,7 @@ UNSYNCED_BYTES_MAX = 64 * 2**20
 CLOSE_S_MAX = 60.0
 _THREADS = 2
 _CHUNKS_AHEAD_MAX = 3
-_EVICTED_AT_ONCE = 256
+_REMOVED_AT_ONCE = 256
 
 _Block = Block[Segment]
 
@@ -328,22 +328,26 @@ class KvStore:
                 reads[-1].add(block, room)
         verified: list[_Block] = []
         bad: tuple[_Block, Segment, int] | None = None
-        if len(reads) > 1:
-            futures = [self._readers.submit(read.run, self._rooms.files) for read in reads]
-        else:
-            futures = [_done(read.run(self._rooms.files)) for read in reads]
-        for read, future in zip(reads, futures, strict=True):
-            if bad is not None and future.cancel():
-                continue
-            good = future.result()  # waits: it writes into the caller's buffers
-            if bad is None:
-                verified += read.blocks[:good]
-                bad = read.at(good) if good < len(read.blocks) else None
+        futures: list[Future[int]] = []
+        files = self._rooms.files
+        try:
+            alone = len(reads) == 1
+            futures.extend(_done(read, files) if alone else self._readers.submit(read.run, files) for read in reads)
+            for read, future in zip(reads, futures, strict=True):
+                if bad is not None and future.cancel():
+                    continue
+                good = future.result()
+                if bad is None:
+                    verified += read.blocks[:good]
+                    bad = read.at(good) if good < len(read.blocks) else None
+        finally:
+            wait(futures)  # whatever failed: they write into buffers that are the caller's again after this
+            with self._rooms.lock:
+                for read in reads:
+                    self._rooms.unpin(read.segment)
         with self._rooms.lock:
             if bad is not None:
                 self._rooms.corrupt(*bad)
-            for read in reads:
-                self._rooms.unpin(read.segment)
             self._rooms.shelf.use(verified, now_s)
             self._rooms.counts.hits += len(verified)
             self._rooms.counts.misses += len(hashes) - len(verified)
@@ -355,9 +359,8 @@ class KvStore:
     def drop(self, identity: KvIdentity, hashes: Sequence[bytes]) -> Evicted:
         """These blocks, wherever they are in their chains."""
         with self._rooms.lock:
-            if self._closed:
-                return Evicted(0, 0)
-            return self._rooms.remove([block for hash in hashes if (block := self._rooms.shelf.find(identity, hash))])
+            leaving = [block for hash in hashes if (block := self._rooms.shelf.find(identity, hash))]
+        return self._remove(leaving)
 
     def evict(self, kv_signature: str, ratio: float) -> Evicted:
         """Drops this share (0 to 1) of the bytes of one ``KvSignature.model``, least recently used first, hot ones too.
@@ -366,15 +369,21 @@ class KvStore:
         """
         with self._rooms.lock:
             leaving = self._rooms.shelf.share(kv_signature, ratio)
+        evicted = self._remove(leaving)
+        with self._rooms.lock:
+            self._rooms.counts.evicted += evicted.blocks
+        return evicted
+
+    def _remove(self, leaving: Sequence[_Block]) -> Evicted:
+        """Some at a time: others that want the lock get in between, while the file system frees the room."""
         blocks = size = 0
-        for start in range(0, len(leaving), _EVICTED_AT_ONCE):
-            with self._rooms.lock:  # others get in between
+        for start in range(0, len(leaving), _REMOVED_AT_ONCE):
+            with self._rooms.lock:
                 if self._closed:
                     break
-                evicted = self._rooms.remove(leaving[start : start + _EVICTED_AT_ONCE])
-                self._rooms.counts.evicted += evicted.blocks
-            blocks += evicted.blocks
-            size += evicted.bytes
+                removed = self._rooms.remove(leaving[start : start + _REMOVED_AT_ONCE])
+            blocks += removed.blocks
+            size += removed.bytes
         return Evicted(blocks, size)
 
     def sweep(self, now_s: float, blocks_max: int = 1024) -> int:
@@ -387,7 +396,9 @@ class KvStore:
             return 0
         try:
             with self._rooms.lock:
-                swept = self._rooms.remove(self._rooms.shelf.idle(now_s, blocks_max)).blocks
+                idle = self._rooms.shelf.idle(now_s, blocks_max)
+            swept = self._remove(idle).blocks
+            with self._rooms.lock:
                 self._rooms.counts.idled += swept
             tidy(self._rooms, now_s)
             return swept
@@ -465,7 +476,7 @@ def _form(block: _Block) -> StoredForm:
     return StoredForm(block.place.header.codec, block.payload_bytes, block.pages)
 
 
-def _done(value: int) -> Future[int]:
+def _done(read: Read, files: SegmentFiles) -> Future[int]:
     future: Future[int] = Future()
-    future.set_result(value)
+    future.set_result(read.run(files))
     return future

@@ -21,8 +21,6 @@ SEGMENTS_MAX = 8
 """Per call; each has at most 6 MiB of pages left."""
 READ_SHARE_MAX = 0.01
 
-_Moves = list[tuple[Block[Segment], Write, StoredBlock]]
-
 
 def tidy(rooms: Rooms, now_s: float) -> int:
     """Empties some of the segments that are almost empty. Returns how many."""

@@ -13,14 +13,17 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcache.segments
+import kvcache.store
+from kvcache.chunks import CHUNK_PAGES, Read
 from kvcache.core.identity import PAGE_BYTES
 from kvcache.core.shelf import unit_of
 from kvcache.kvc_format import DATA_OFFSET, ENTRY_BYTES, HEADER_BYTES, SEGMENT_BYTES_MAX, Header, entry_offset, page_offset
@@ -544,6 +547,24 @@ def test_a_share_of_one_model_is_evicted_to_the_block(tmp_path: Path) -> None:
         assert on_disk(tmp_path) <= 4 * BLOCK_ROOM + PAGE_BYTES
 
 
+def test_dropping_many_blocks_lets_others_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A migration or an eviction of thousands of blocks holds the store's lock for some of them at a time."""
+    monkeypatch.setattr(kvcache.store, "_REMOVED_AT_ONCE", 4)
+    with contextlib.closing(opened(tmp_path)) as store:
+        blocks = chain(10)
+        store.put(WHO, blocks, NOW_S)
+        at_once: list[int] = []
+        remove = store._rooms.remove
+
+        def counted(leaving: Sequence[Any]) -> Evicted:
+            at_once.append(len(leaving))
+            return remove(leaving)
+
+        monkeypatch.setattr(store._rooms, "remove", counted)
+        assert store.drop(WHO, [*names(blocks), b"x" * 16]) == Evicted(10, 10 * BLOCK_ROOM)
+        assert at_once == [4, 4, 2] and store.leading(WHO, names(blocks)) == 0
+
+
 def test_a_days_writes_are_bounded_over_restarts(tmp_path: Path) -> None:
     """SSD life: the budget is a bucket, what is left of it survives a restart and a kill, and fills in its own time."""
     day = 100 * BLOCK_ROOM
@@ -673,6 +694,36 @@ def test_a_move_serves_nothing_wrong(tmp_path: Path) -> None:
         store.sweep(NOW_S + 43_200)
         assert (kinds(store), store.stats().corrupt, store.stats().written_bytes) == (["corrupt"], 1, 25 * PAGE_BYTES)
         assert served(store, WHO, names(blocks)) == payloads(blocks)[:1]
+
+
+def test_a_read_that_fails_leaves_the_callers_buffers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P2: when one part of a read fails, no other writes into the buffers after the call, and files are let go."""
+    with contextlib.closing(opened(tmp_path)) as store:
+        blocks = chain(2 * CHUNK_PAGES // BLOCK_PAGES)
+        store.put(WHO, blocks, NOW_S)
+        parts: list[Read] = []
+        run, failed, writing = Read.run, threading.Event(), threading.Event()
+
+        def run_or_fail(read: Read, files: kvcache.segments.SegmentFiles) -> int:
+            parts.append(read)
+            if read.first_slot == 0:
+                assert writing.wait(10)
+                failed.set()
+                raise MemoryError
+            writing.set()
+            assert failed.wait(10)
+            time.sleep(0.05)
+            return run(read, files)
+
+        monkeypatch.setattr(Read, "run", run_or_fail)
+        into = [[aligned(bytes(BLOCK_ROOM))] for _ in blocks]
+        with pytest.raises(MemoryError):
+            store.get(WHO, names(blocks), into, NOW_S)
+        before = [bytes(room[0]) for room in into]
+        time.sleep(0.1)
+        assert [bytes(room[0]) for room in into] == before and len(parts) > 1
+        monkeypatch.undo()
+        assert store.drop(WHO, names(blocks)).blocks == len(blocks) and segments(tmp_path) == []
 
 
 def test_threads_read_what_others_write_and_drop(tmp_path: Path) -> None:
