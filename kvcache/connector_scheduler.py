@@ -2,7 +2,8 @@
 
 It hashes a request's tokens itself (``profiles.blocks``), as they come, with the salt that the gateway gave the request. It
 only ever offers what the node said is ready, whole blocks, and never a whole prompt, since one token must be computed. A
-request whose load failed is not offered one again.
+request whose load failed is not offered one again. What one request loads is not loaded by others meanwhile: they wait for
+the end of that load, then the engine has those blocks itself.
 
 Requests are vLLM's, used by these of their attributes: ``request_id``, ``all_token_ids``, ``num_tokens``,
 ``num_computed_tokens``, ``num_preemptions``, ``cache_salt``, ``kv_transfer_params``, ``sampling_params``,
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,8 @@ class _Request:
     """Leading blocks that the engine had itself when it asked last."""
     loading: int = 0
     """Blocks of the load under way."""
+    loaded: int = 0
+    """Leading blocks of it that are there; of several workers those of the poorest that has ended its own."""
     failed: bool = False
 
 
@@ -59,6 +62,10 @@ class SchedulerSide:
         self._requests: dict[str, _Request] = {}
         self._orders = StepOrders()
         self._known: OrderedDict[bytes, float] = OrderedDict()
+        self._loads: dict[str, tuple[bytes, ...]] = {}
+        """Blocks of the loads under way, by request; an aborted one's too, until its load has ended."""
+        self._coming: dict[bytes, str] = {}
+        """The same, by block."""
         self._refused_once: set[str] = set()
         self.scheduled_prompt_tokens = 0
         """Of the last step, of prompts: what prefill speed is measured by."""
@@ -89,13 +96,18 @@ class SchedulerSide:
                 if state.began_s - self._known.get(block, state.began_s) > ON_ITS_WAY_S:
                     del self._known[block]
 
-    def loadable(self, request: Any, computed_tokens: int) -> int:
-        """Tokens that can be loaded beyond the ``computed_tokens`` that the engine has itself. It may be asked again."""
+    def loadable(self, request: Any, computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond the ``computed_tokens`` that the engine has itself. It may be asked again.
+
+        None: another request loads them at this moment, so ask again with the next step.
+        """
         state = self._requests.get(request.request_id)
         if state is None or state.failed or state.loading:
             return 0
         state.local = computed_tokens // self._block_size
         most: int = min(state.kv.ready, len(state.hashes), (request.num_tokens - 1) // self._block_size)
+        if most > state.local and state.hashes[state.local] in self._coming:
+            return None
         return max(0, most - state.local) * self._block_size
 
     def allocated(self, request: Any, block_ids: Sequence[int], load_tokens: int) -> None:
@@ -104,12 +116,15 @@ class SchedulerSide:
         if state is None or load_tokens == 0:
             return
         first, count = state.local, load_tokens // self._block_size
-        state.loading = count
+        state.loading = state.loaded = count
+        hashes = self._loads[request.request_id] = tuple(state.hashes[first : first + count])
+        for block in hashes:
+            self._coming.setdefault(block, request.request_id)
         self._orders.loads.append(
             LoadBlocks(
                 request=request.request_id,
                 salt=state.salt,
-                hashes=tuple(state.hashes[first : first + count]),
+                hashes=hashes,
                 block_ids=tuple(block_ids[first : first + count]),
                 deadline_s=state.kv.deadline_s,
             )
@@ -128,21 +143,17 @@ class SchedulerSide:
         orders, self._orders = self._orders, StepOrders()
         return orders
 
-    def heard(self, news: StepNews) -> None:
-        """What the worker says after a step."""
+    def heard(self, news: StepNews, over: Collection[str] = ()) -> None:
+        """What the workers say after a step. ``over`` are the requests whose load all of them have ended by now."""
         if news.away:
             self._known.clear()
         for block in news.lost:
             self._known.pop(block, None)
         for name, blocks in news.loaded.items():
-            state = self._requests.get(name)
-            if state is None:
-                continue
-            if blocks < state.loading:
-                state.failed = True
-                self.failed_loads += 1
-                self._correct(state, blocks)
-            state.loading = 0
+            if (state := self._requests.get(name)) is not None:
+                state.loaded = min(state.loaded, blocks)
+        for name in over:
+            self._load_is_over(name)
 
     def ended(self, request: Any) -> None:
         """A request is over, whatever the reason; its load, if one is under way, ends by itself."""
@@ -172,6 +183,19 @@ class SchedulerSide:
         if full > have:
             tokens = state.request.all_token_ids[have * size : full * size]
             state.hashes += chain_hashes(tokens, size, state.salt, state.hashes[-1] if have else b"")
+
+    def _load_is_over(self, name: str) -> None:
+        for block in self._loads.pop(name, ()):
+            if self._coming.get(block) == name:
+                del self._coming[block]
+        state = self._requests.get(name)
+        if state is None:
+            return
+        if state.loaded < state.loading:
+            state.failed = True
+            self.failed_loads += 1
+            self._correct(state, state.loaded)
+        state.loading = 0
 
     def _save(self, state: _Request, tokens: int, blocks_of: Callable[[str], Sequence[int]]) -> None:
         size = self._block_size

@@ -149,7 +149,7 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self.scheduler.loadable(request, num_computed_tokens) if self.scheduler is not None else 0
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self.scheduler is not None and num_external_tokens:
@@ -162,9 +162,11 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return _Metadata(self.scheduler.orders(scheduler_output.num_scheduled_tokens, lambda name: resolve(name)[0]))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if self.scheduler is None:
+            return
         meta = connector_output.kv_connector_worker_meta
-        if self.scheduler is not None and isinstance(meta, _WorkerMetadata):
-            self.scheduler.heard(meta.news)
+        news = meta.news if isinstance(meta, _WorkerMetadata) else StepNews()
+        self.scheduler.heard(news, connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self.scheduler is not None:

@@ -78,6 +78,7 @@ class Scheduler:
 
     def load(self, each: Any, local_tokens: int = 0) -> LoadBlocks:
         tokens = self.side.loadable(each, local_tokens)
+        assert tokens is not None
         self.side.allocated(each, range(10, 10 + (local_tokens + tokens) // BLOCK), tokens)
         (load,) = self.step().loads
         return load
@@ -182,7 +183,7 @@ def test_a_failed_load_is_computed_and_not_tried_again(scheduler: Scheduler) -> 
     one = request(tokens=18, ready=4, prefill_stats=stats)
     scheduler.side.came(one)
     scheduler.load(one, local_tokens=4)
-    scheduler.side.heard(StepNews(loaded={"r": 1, "gone": 3}))
+    scheduler.side.heard(StepNews(loaded={"r": 1, "gone": 3}), {"r", "gone"})
     assert told == {"num_prompt_tokens": 18, "num_local_cached_tokens": 4, "num_external_cached_tokens": 4}
     assert scheduler.side.loadable(one, 0) == 0
     assert scheduler.side.failed_loads == 1
@@ -193,8 +194,50 @@ def test_a_whole_load_may_be_followed_by_another(scheduler: Scheduler) -> None:
     one = request(tokens=18, ready=4)
     scheduler.side.came(one)
     scheduler.load(one)
-    scheduler.side.heard(StepNews(loaded={"r": 4}))
+    scheduler.side.heard(StepNews(loaded={"r": 4}), {"r"})
     assert scheduler.side.loadable(one, 0) == 16
+
+
+def test_a_load_of_several_shards_is_what_its_poorest_brought(scheduler: Scheduler) -> None:
+    """One shard ends whole, another later and short: the request has what both have, and is offered no second load."""
+    told: dict[str, int] = {}
+    stats = SimpleNamespace(num_prompt_tokens=18, set=lambda **values: told.update(values))
+    one = request(tokens=18, ready=4, prefill_stats=stats)
+    scheduler.side.came(one)
+    scheduler.load(one)
+    scheduler.side.heard(StepNews(loaded={"r": 4}))
+    assert scheduler.side.loadable(one, 0) == 0  # the other shard's is still under way
+    scheduler.side.heard(StepNews(loaded={"r": 1}), {"r"})
+    assert (told["num_external_cached_tokens"], scheduler.side.failed_loads, scheduler.side.loadable(one, 0)) == (4, 1, 0)
+
+
+def test_what_one_request_loads_others_wait_for(scheduler: Scheduler) -> None:
+    """A popular prefix is loaded once: who comes meanwhile is asked again, and loads what the engine lacks then."""
+    first, longer = request("first", 10, ready=2), request("longer", 18, ready=4)
+    for one in (first, longer):
+        scheduler.side.came(one)
+    scheduler.load(first)
+    assert scheduler.side.loadable(longer, 0) is None
+    assert scheduler.side.loadable(longer, 8) == 8  # what the engine has itself needs nobody's load
+    other = request("other", 18, ready=4, cache_salt=(b"t" * 16).hex())
+    scheduler.side.came(other)
+    assert scheduler.side.loadable(other, 0) == 16
+    scheduler.side.heard(StepNews(loaded={"first": 2}), {"first"})
+    assert scheduler.side.loadable(longer, 8) == 8
+
+
+@pytest.mark.parametrize("end", ["aborted", "failed"])
+def test_a_load_that_brought_nothing_holds_nobody_up(scheduler: Scheduler, end: str) -> None:
+    """Who waited for it loads the blocks itself once it is over, whether its client left or its node failed (E5)."""
+    first, second = request("first", ready=4), request("second", ready=4)
+    for one in (first, second):
+        scheduler.side.came(one)
+    scheduler.load(first)
+    if end == "aborted":
+        scheduler.side.ended(first)
+    assert scheduler.side.loadable(second, 0) is None
+    scheduler.side.heard(StepNews(loaded={"first": 0}), {"first"})
+    assert scheduler.side.loadable(second, 0) == 16
 
 
 def test_an_aborted_load_tells_of_no_use(scheduler: Scheduler) -> None:
@@ -205,7 +248,7 @@ def test_an_aborted_load_tells_of_no_use(scheduler: Scheduler) -> None:
     one.num_computed_tokens = 16
     scheduler.side.ended(one)
     scheduler.side.ended(one)
-    scheduler.side.heard(StepNews(loaded={"one": 4}))
+    scheduler.side.heard(StepNews(loaded={"one": 4}), {"one"})
     assert (scheduler.step().used, scheduler.side.requests) == ([], 0)
 
 

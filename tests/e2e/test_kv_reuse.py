@@ -264,14 +264,16 @@ async def test_a_second_engine_with_tiers_in_a_process_is_refused(first: Engine)
 
 
 async def test_several_requests_at_once(first: Engine, story: tuple[list[int], list[int]]) -> None:
-    """Several loads at once, of the same blocks too, end with the right text each, and with all pages free."""
+    """Requests with one prefix load it once, end with the right text each, and with all pages free."""
     prompt, answer = story
     await first.do("reset")
     free = (await first.do("load"))["free"]
+    before = (await first.do("counts"))["loaded"]
     names = [(await first.do("send", prompt=prompt, salt=SALT))["name"] for _ in range(4)]
     answers = [await first.do("answer", name=name) for name in names]
     assert [each["token_ids"] for each in answers] == [answer] * 4
     assert all(each["cached"] == reusable(prompt) for each in answers)
+    assert (await first.do("counts"))["loaded"] - before == reusable(prompt) // BLOCK
     assert (await first.do("load"))["free"] == free
 
 
