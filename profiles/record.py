@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ _OPTIONS_WITHOUT_KV = frozenset(
     }
 )
 """Engine options that change no KV, or are named by its signature; models that differ in any other do not share theirs."""
+_KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale", "qkv_proj.output_scale")
+"""Ends of the names under which vLLM finds a cache's scales in a model's files."""
 _SIZE_OPTIONS = ("weights_bytes", "kv_bytes_per_token", "overhead_bytes")
 """Options of a simulated service that size its record; the engine never sees them."""
 
@@ -147,7 +149,11 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         weights_hash=weights_hash,
         kv_signature=_kept_as(
             capacity.kv_signature(
-                shape, _kv_named(kv_option, dtype), weights_hash, _computed_by(config, engine.options), engine.block_size
+                shape,
+                _kv_named(kv_option, dtype, tensors),
+                weights_hash,
+                _computed_by(config, engine.options),
+                engine.block_size,
             ),
             _codec_of(service),
         ),
@@ -164,12 +170,13 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     )
 
 
-def _kv_named(option: str, dtype: str) -> str:
+def _kv_named(option: str, dtype: str, tensors: Sequence[capacity.Tensor]) -> str:
     """The precision of a cache by vLLM's option: ``fp8`` is e4m3; every other form has its own name, as its bytes mean
-    something else (P2)."""
-    if option in ("auto", "fp8_e4m3"):
-        return dtype if option == "auto" else "fp8"
-    return option.replace("-", "_")
+    something else (P2). So has ``fp8`` where the files bring scales for it: bytes that were made without them are others."""
+    if option == "auto":
+        return dtype
+    name = "fp8" if option == "fp8_e4m3" else option.replace("-", "_")
+    return f"{name}_scaled" if any(tensor.name.endswith(_KV_SCALES) for tensor in tensors) else name
 
 
 def _computed_by(config: Mapping[str, Any], options: Mapping[str, str | int | float | bool]) -> Mapping[str, Any]:

@@ -440,6 +440,19 @@ def test_kv_of_another_form_or_another_computation_has_another_signature(tmp_pat
     assert signature(kv_cache_dtype="fp8_e4m3") == others[0]
 
 
+def test_an_fp8_cache_with_scales_has_another_signature(tmp_path: Path) -> None:
+    """Bytes of a cache whose scales the files bring are not those of one without (P2)."""
+    make_tiny("a", tmp_path / "m", seed=1)
+
+    def precision(**options: str) -> str:
+        return record_of({"source": "m", "engine": {"options": options}}, tmp_path).kv_signature.split("-")[4]
+
+    assert (precision(kv_cache_dtype="fp8"), precision()) == ("fp8", "bfloat16")
+    header = json.dumps({"model.layers.0.self_attn.attn.k_scale": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}})
+    (tmp_path / "m" / "scales.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+    assert (precision(kv_cache_dtype="fp8"), precision()) == ("fp8_scaled", "bfloat16")
+
+
 def test_only_a_lossy_codec_of_kv_makes_another_model(tmp_path: Path) -> None:
     """Text that may differ is behaviour; that KV is kept, or how it is packed without a loss, is not (PRO-3, KVC-5). What
     went through a lossy codec is nobody else's KV (P2)."""
