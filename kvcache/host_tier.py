@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -249,14 +249,23 @@ def decoded(block: HostBlock, payload: memoryview, codec: str) -> bool:
     """Fills a reserved block from an encoded payload; False: the payload is corrupt."""
     from kvcache import codecs  # with numpy: only for those who want it
 
-    scratch = block.views[0] if len(block.views) == 1 else memoryview(bytearray(block.size))
     try:
-        codecs.decode(block.identity.signature, payload, codec, scratch)
+        with filled(block) as into:
+            codecs.decode(block.identity.signature, payload, codec, into)
     except codecs.CodecError:
         return False
-    if len(block.views) > 1:
-        at = 0
-        for view in block.views:
-            view[:] = scratch[at : at + len(view)]
-            at += len(view)
     return True
+
+
+@contextmanager
+def filled(block: HostBlock) -> Iterator[memoryview]:
+    """The bytes of a reserved block as one piece to be written; they are in its pages when this ends without an error."""
+    if len(block.views) == 1:
+        yield block.views[0]
+        return
+    scratch = memoryview(bytearray(block.size))
+    yield scratch
+    at = 0
+    for view in block.views:
+        view[:] = scratch[at : at + len(view)]
+        at += len(view)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 from kvcache.core.identity import KvIdentity
@@ -21,6 +22,7 @@ from kvcache.node_exchange import DISK, Exchange
 from kvcache.node_messages import Attach, KvEvicted, KvModelStats, KvPulled, KvStats, KvTierStats, KvUse, Prepare
 from kvcache.node_models import KnownModels
 from kvcache.node_policy import NodePolicy
+from kvcache.node_precision import PrecisionAdapter
 from kvcache.node_settings import NodeSettings
 from kvcache.node_socket import LocalSocket
 from kvcache.node_tiers import Tiers
@@ -95,6 +97,7 @@ class Node:
         self.tiers.disk_state = self._no_disk
         self.tiers.find_disk()
         self.exchange = Exchange(settings, self.name, self.tiers, self.models, self.policy.dropped)
+        self._adapter = PrecisionAdapter(self.tiers, self.models, self.exchange.bandwidths, self.corrupt)
         self._socket = LocalSocket(settings.socket_path, self.name, self.tiers, self)
         self._tasks = Tasks(lambda error: log.error("a part of the KV node failed", error=place_of(error)))
         self._closing: asyncio.Task[None] | None = None
@@ -131,6 +134,7 @@ class Node:
     async def _close(self) -> None:
         await self._socket.close()
         await self.exchange.close()
+        await self._adapter.close()
         await self._tasks.end()
         lost_bytes = await self.tiers.flush(self.settings.flush_s_max)
         if lost_bytes and self.tiers.store is not None:
@@ -213,6 +217,13 @@ class Node:
         if not hashes:
             return 0
         self.policy.asked(identity, hashes, asked.use, time.monotonic())
+        begin_s = time.monotonic()
+        # Half of the time: what is lacking then may still be fetched.
+        await self._adapter.fill(
+            identity, hashes, end_s=begin_s + asked.deadline_s / 2, prefill_tokens_per_s=asked.prefill_tokens_per_s
+        )
+        left_s = max(0.0, begin_s + asked.deadline_s - time.monotonic())
+        asked = msgspec.structs.replace(asked, deadline_s=left_s)
         blocks = await self.exchange.prepare(identity, hashes, engine, asked)
         self.tiers.used(identity, hashes[:blocks])
         return blocks

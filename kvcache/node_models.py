@@ -89,6 +89,10 @@ class KnownModels:
         known = self.of(identity)
         return tuple(ModelHash(one) for one in known.model_hashes) if known is not None else ()
 
+    def layouts(self, weights_hash: str) -> list[KvSignature]:
+        """In which layouts these weights are known, the first that came first."""
+        return [signature for weights, signature in self._known if weights == weights_hash]
+
     def by_signature(self) -> dict[str, tuple[str, ...]]:
         """Model hashes by ``KvSignature.model``."""
         found: dict[str, tuple[str, ...]] = {}
