@@ -40,6 +40,10 @@ def cpu_overhead_bytes(weights_bytes: int) -> int:
     return CPU_OVERHEAD_BYTES + int(CPU_WEIGHTS_AGAIN * weights_bytes)
 
 
+KV_SIGNATURE_PARTS = 6
+"""Of :func:`kv_signature`; what follows them says what else may have happened to the bytes."""
+CONVERTED = "converted"
+"""One of those: the first, before a lossy codec."""
 _HEADER_BYTES_MAX = 100 << 20  # the format's own limit
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _FLOATING = frozenset({"F32", "F16", "BF16"})
@@ -219,6 +223,11 @@ def kv_signature(shape: Shape, dtype: str, weights_hash: str, config: Mapping[st
     config_hash = hashlib.sha256(canonical_json(config).encode()).hexdigest()
     heads = f"mla{shape.latent_dim}" if shape.latent_dim else f"h{shape.kv_heads}d{shape.head_dim}"
     return f"{weights_hash[:16]}-{config_hash[:8]}-l{shape.layers}-{heads}-{dtype}-b{block_size}"
+
+
+def takes_converted(signature: str) -> bool:
+    """Whether blocks of this signature may come from the same model's KV in a wider precision (``spec.kv.converted``)."""
+    return CONVERTED in signature.split("-")[KV_SIGNATURE_PARTS:]
 
 
 def pages_for(tokens: int, block_size: int) -> int:

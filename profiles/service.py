@@ -160,11 +160,14 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     ``reuse``: it is kept in its worker's host memory and on its disk, and other workers may fetch it. ``codec`` is how it is
     written to disk: ``none`` and ``lossless`` give the same bytes back; ``fp8`` and ``int4`` are smaller and may change a
-    text whose beginning comes from disk, so they make the model another one.
+    text whose beginning comes from disk, so they make the model another one. ``converted``, for ``kv_cache_dtype: fp8``: KV
+    that the same files computed in a wider precision serves this model too, rounded to fp8. A text may differ from one
+    whose beginning this model computed itself, so that it is another model too, and off unless it is asked for.
     """
 
     reuse: bool = True
     codec: KvCodec = "none"
+    converted: bool = False
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -425,7 +428,8 @@ def _checked(service: ModelService, at: str) -> ModelService:
             raise wrong(
                 "spec.engine.max_context_len", "is needed for openai_http; write the longest context the server takes"
             )
-    elif engine.type is EngineType.VLLM:
+    _check_converted(spec, wrong)
+    if engine.type is EngineType.VLLM:
         if spec.source is None:
             raise wrong("spec.source", "is missing; name the model's directory or builtin:smollm2-135m-instruct")
         if spec.tokenizer is not None:
@@ -436,6 +440,21 @@ def _checked(service: ModelService, at: str) -> ModelService:
                 "is a URL; for an OpenAI server write engine.type: openai_http, else name a downloaded model's directory",
             )
     return service
+
+
+def _check_converted(spec: Spec, wrong: Callable[[str, str], ConfigError]) -> None:
+    options = spec.engine.options
+    if not spec.kv.converted:
+        return
+    if spec.engine.type is not EngineType.VLLM or options.get("kv_cache_dtype") not in ("fp8", "fp8_e4m3"):
+        raise wrong(
+            "spec.kv.converted",
+            "is for vllm with a cache in fp8; add engine.options.kv_cache_dtype: fp8 or remove the field",
+        )
+    if options.get("calculate_kv_scales"):
+        raise wrong(
+            "spec.kv.converted", "has no scales, and calculate_kv_scales makes each cache its own; remove one of the two"
+        )
 
 
 def _check_adapters(service: ModelService, wrong: Callable[[str, str], ConfigError]) -> None:

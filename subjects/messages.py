@@ -482,6 +482,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether KV that was computed may outlive its engine (``spec.kv.reuse``)."""
     kv_codec: str = "none"
     """How KV is written to disk (``kvcache.codecs``)."""
+    kv_converted: bool = False
+    """Whether it takes the KV of the same files in a wider precision (``spec.kv.converted``)."""
 
 
 # ------------------------------------------------------------------------------------------------------------ telemetry

@@ -33,6 +33,17 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
         HEAD + "spec: {source: x, kv: {codek: fp8}}\n",
         ("spec.kv: unknown field 'codek'", "did you mean 'codec'?"),
     ),
+    ("kv converted, of no fp8", _spec("kv: {converted: true}"), ("spec.kv.converted: is for vllm", "kv_cache_dtype: fp8")),
+    (
+        "kv converted, of no vllm",
+        _spec("kv: {converted: true}, engine: {type: simulated, options: {kv_cache_dtype: fp8}}"),
+        ("spec.kv.converted: is for vllm", "remove the field"),
+    ),
+    (
+        "kv converted, with scales",
+        _spec("kv: {converted: true}, engine: {options: {kv_cache_dtype: fp8, calculate_kv_scales: true}}"),
+        ("spec.kv.converted: has no scales", "remove one of the two"),
+    ),
     (
         "kv of a server",
         HEAD + "spec: {source: 'http://h/v1', kv: {reuse: false}, engine: {type: openai_http, max_context_len: 64}}\n",
