@@ -14,6 +14,8 @@ the older forms of FlashAttention (``[2, blocks, ...]``), FlashInfer (``[blocks,
 ``layer,token,latent@<backend>``            MLA
 ==========================================  =====================================================================
 
+Behind it stand the engine's version and the shard, each after a semicolon.
+
 On a CPU the copies are numpy's: they leave the GIL alone and use one thread, so a step of the engine goes on beside them. On
 a GPU blocks are gathered into one buffer on the engine's own stream, which orders that before any later step, and cross the
 bus on a stream of ours into pinned memory; nothing waits for it but our own thread. UNVERIFIED on a GPU: ``tests/gpu``.
@@ -63,8 +65,11 @@ class BlockView:
     head_size: int
     block_bytes: int
 
-    def signature(self, *, model: str, block_size: int, backend: str = "", isa: str = "", shard: str = "") -> KvSignature:
-        """What these blocks are, for the tiers. ``isa`` is set on a CPU only; ``shard`` is ``<rank>/<ranks>`` of a replica
+    def signature(
+        self, *, model: str, block_size: int, backend: str = "", isa: str = "", engine: str = "", shard: str = ""
+    ) -> KvSignature:
+        """What these blocks are, for the tiers. ``isa`` is set on a CPU only. ``engine`` is its version, since what lies
+        inside a layer's block is its own affair and files outlive an update. ``shard`` is ``<rank>/<ranks>`` of a replica
         that spans devices, each of which keeps its own heads."""
         form = self.order
         if isa:
@@ -77,7 +82,7 @@ class BlockView:
             kv_heads=self.kv_heads,
             head_size=self.head_size,
             dtype=self.dtype,
-            form=f"{form};{shard}" if shard else form,
+            form=";".join(filter(None, (form, engine, shard))),
             block_size=block_size,
             block_bytes=self.block_bytes,
         )

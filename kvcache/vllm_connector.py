@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from vllm import __version__
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -214,6 +215,7 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_size=block_size,
             backend=backend,
             isa=getattr(layer, "isa", ""),
+            engine=f"vllm{__version__}",
             shard=f"{parallel.rank}/{size}" if size > 1 else "",
         )
         return signature, blocks_of(view)

@@ -138,7 +138,8 @@ def _rows_of(view: BlockView, caches: dict[str, Any], axis: int, block_ids: tupl
 
 
 def test_a_signature_says_what_the_bytes_are() -> None:
-    """The order of a CPU's packed keys, a GPU's backend and a shard are parts of the form: none is read as another (P2)."""
+    """The order of a CPU's packed keys, a GPU's backend, the engine's version and a shard are parts of the form: none is
+    read as another (P2)."""
     view = viewed(CPU_ORDER)
     on_cpu = view.signature(model="m", block_size=TOKENS, backend="CPU_ATTN", isa="vec")
     assert (on_cpu.layers, on_cpu.kv_heads, on_cpu.head_size, on_cpu.dtype) == (LAYERS, HEADS, DIM, "bfloat16")
@@ -147,7 +148,7 @@ def test_a_signature_says_what_the_bytes_are() -> None:
         on_cpu.form,
         view.signature(model="m", block_size=TOKENS, backend="CPU_ATTN", isa="amx").form,
         view.signature(model="m", block_size=TOKENS, backend="FLASH_ATTN").form,
-        view.signature(model="m", block_size=TOKENS, backend="FLASH_ATTN", shard="1/2").form,
+        view.signature(model="m", block_size=TOKENS, backend="FLASH_ATTN", engine="vllm1", shard="1/2").form,
         viewed("older FlashAttention").order,
         viewed("older FlashInfer").order,
         viewed("older MLA").order,
@@ -156,7 +157,7 @@ def test_a_signature_says_what_the_bytes_are() -> None:
         CPU_FORM,
         "layer,head,kv:amx",
         "layer,head,token,kv@FLASH_ATTN",
-        "layer,head,token,kv@FLASH_ATTN;1/2",
+        "layer,head,token,kv@FLASH_ATTN;vllm1;1/2",
         "layer,kv,token,head,dim",
         "layer,kv,head,token,dim",
         "layer,token,latent",
