@@ -132,15 +132,16 @@ async def test_the_node_is_asked_for_whole_blocks_but_for_the_last_token(tmp_pat
 
 
 async def test_short_prompts_and_other_inputs(tmp_path: Path) -> None:
-    """Under a block nothing is asked, but its answer is saved; prompts that are not tokens use no tiers."""
+    """Under a block nothing is asked, but its answer is saved; prompts without tokens or salt use no tiers (O3)."""
     node = FakeNode()
     reuse = opened(tmp_path, node)
     short, image = prompt(BLOCK), prompt(4 * BLOCK, kind="multimodal")
     await reuse.prepare(request(), [short, image])
     assert (node.asked, told(short), told(image)) == ([], KvRequest(use=KvUse(request="r")), None)
-    odd = prompt(4 * BLOCK)
-    await reuse.prepare(request(salt="not hex"), [odd])
-    assert (node.asked, told(odd)) == ([], None)
+    for salt in ("not hex", "", "ab"):
+        odd = prompt(4 * BLOCK)
+        await reuse.prepare(request(salt=salt), [odd])
+        assert (node.asked, told(odd)) == ([], None)
 
 
 async def test_all_prompts_and_all_shards_are_asked(tmp_path: Path) -> None:
@@ -239,12 +240,14 @@ async def test_a_refusal_is_no_absence(tmp_path: Path) -> None:
 
 
 async def test_a_report_of_the_workers_opens_it(tmp_path: Path) -> None:
-    """Without one the engine goes without tiers; the directory it came in is gone either way."""
-    for written in (True, False):
+    """Without one, or with blocks that nobody else would name so, the engine goes without tiers; the directory it came in
+    is gone either way."""
+    for block_size in (BLOCK, 2 * BLOCK, None):
         reuse = KvReuse(spec(tmp_path))
-        if written:
-            (reuse._directory / "signature.0").write_bytes(msgspec.json.encode(SIGNATURE))
-        assert reuse.open() is written
+        if block_size is not None:
+            told_of = msgspec.structs.replace(SIGNATURE, block_size=block_size)
+            (reuse._directory / "signature.0").write_bytes(msgspec.json.encode(told_of))
+        assert reuse.open() is (block_size == BLOCK)
         assert not reuse._directory.exists()
         await reuse.emptied()  # nobody listens: nothing happens
         await reuse.close()
@@ -259,9 +262,10 @@ async def test_a_report_of_the_workers_opens_it(tmp_path: Path) -> None:
         ({"kv_signature": ""}, False),
         ({"task": Task.EMBED}, False),
         ({"config": {"vision_config": {"a": 1}}}, False),
+        ({"config": {"is_encoder_decoder": True}}, False),
         ({"engine_options": {"kv_transfer_config": "theirs"}}, False),
     ],
-    ids=["a node", "no node", "not wanted", "no signature", "embeddings", "images", "a connector of theirs"],
+    ids=["a node", "no node", "not wanted", "no signature", "embeddings", "images", "an encoder", "a connector of theirs"],
 )
 def test_who_gets_a_connector(tmp_path: Path, fields: dict[str, Any], wanted: bool) -> None:
     """An engine without a node has none at all."""

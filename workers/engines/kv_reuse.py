@@ -21,7 +21,7 @@ import structlog
 
 from kvcache.client import KvClient, KvNode
 from kvcache.connector_orders import KvRequest
-from kvcache.core.identity import KvSignature
+from kvcache.core.identity import SALT_BYTES, KvSignature
 from kvcache.errors import KvRefused, KvUnavailable
 from kvcache.node_messages import KvUse
 from profiles.blocks import chain_hashes
@@ -54,23 +54,24 @@ RETRY_S = 1.0
 SPEED_SMOOTHING = 0.2
 SPEED_TOKENS_MIN = 64
 """Shorter prompts say little about the speed of prefilling."""
-_OTHER_INPUTS = ("vision_config", "audio_config")
+_NOT_TEXT_ALONE = ("vision_config", "audio_config", "is_encoder_decoder")
 
 
 def reuses_kv(spec: ReplicaSpec) -> bool:
     """Whether this replica's engine gets a connector: there is a node, the model allows it, and it is text in, text out."""
     record = spec.record
     wanted = bool(spec.kv_socket) and record.kv_reuse and bool(record.kv_signature) and record.task is Task.GENERATE
-    return wanted and "kv_transfer_config" not in record.engine_options and not _takes_other_inputs(record)
+    return wanted and "kv_transfer_config" not in record.engine_options and _text_alone(record)
 
 
-def _takes_other_inputs(record: ModelRecord) -> bool:
-    # vLLM would accept embeddings from clients in place of images once a multimodal model has a connector.
+def _text_alone(record: ModelRecord) -> bool:
+    # Once a multimodal model has a connector, vLLM would accept embeddings from clients in place of images; an encoder's
+    # model it does not even start with one.
     try:
         config = json.loads((Path(record.source) / "config.json").read_bytes())
     except (OSError, ValueError):
-        return True
-    return any(config.get(name) for name in _OTHER_INPUTS)
+        return False
+    return not any(config.get(name) for name in _NOT_TEXT_ALONE)
 
 
 class KvReuse:
@@ -129,6 +130,11 @@ class KvReuse:
             return False
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
+        sizes = {signature.block_size for signature in self._signatures}
+        if sizes != {self._record.block_size}:
+            # The gateway and this module name blocks by the model's own size.
+            log.warning("this engine goes without KV tiers", reason=f"its blocks have {max(sizes)} tokens")
+            return False
         self._nodes = tuple(
             KvNode(
                 self._spec.kv_socket,
@@ -157,6 +163,8 @@ class KvReuse:
             salt = bytes.fromhex(request.cache_salt)
         except ValueError:
             return
+        if len(salt) != SALT_BYTES:
+            return  # Nobody said whose it is: nobody may find it.
         ready = await asyncio.gather(*(self._ready(prompt.engine_input, salt, use) for prompt in prompts))
         for prompt, found in zip(prompts, ready, strict=True):
             if found is not None:
