@@ -309,7 +309,9 @@ class DeviceBlocks:
     def load(self, block_ids: Sequence[int], rows: torch.Tensor, after: object) -> None:
         """Scatters on a stream of ours and waits for it, in our thread alone."""
         done = self._cuda.Event()
-        with self._cuda.stream(self._loads):
+        # A new thread stands at the first device, whichever is its worker's; going back to it from our stream would take
+        # memory there.
+        with self._cuda.device(self._device), self._cuda.stream(self._loads):
             self._loads.wait_event(after)
             self._scatter(block_ids, rows.to(self._device, non_blocking=True))
             done.record(self._loads)

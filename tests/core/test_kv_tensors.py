@@ -81,6 +81,10 @@ class NoCuda:
     def current_stream(self, device: Any) -> Any:
         return _Stream("engine", self.calls)
 
+    def device(self, device: Any) -> Any:
+        self.calls.append("its device")
+        return _nothing(device)
+
     stream = staticmethod(_nothing)
 
 
@@ -213,7 +217,13 @@ def test_copies_of_a_device_never_outrun_its_steps() -> None:
     assert cuda.calls.pop() == "wait for stream0"
     cuda.calls.clear()
     blocks.load([2], rows, blocks.mark())
-    assert cuda.calls == ["event on engine", "stream1 waits for engine", "event on stream1", "wait for stream1"]
+    assert cuda.calls == [
+        "event on engine",
+        "its device",
+        "stream1 waits for engine",
+        "event on stream1",
+        "wait for stream1",
+    ]
 
 
 def test_a_cpu_needs_no_staging() -> None:
