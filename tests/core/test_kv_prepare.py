@@ -272,6 +272,12 @@ def test_who_gets_a_connector(tmp_path: Path, fields: dict[str, Any], wanted: bo
     assert reuses_kv(spec(tmp_path, **fields)) is wanted
 
 
+def test_an_environment_that_vllm_refuses_with_a_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model starts without tiers rather than not at all."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    assert not reuses_kv(spec(tmp_path))
+
+
 def test_the_speed_of_prefilling(tmp_path: Path) -> None:
     """Of the model's costs until a long enough prompt was measured; then a running mean."""
     costs = {"cpu": StepCosts(prefill_token_s=0.001, step_const_s=0.01)}

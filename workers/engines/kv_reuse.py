@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ RETRY_S = 1.0
 SPEED_SMOOTHING = 0.2
 SPEED_TOKENS_MIN = 64
 """Shorter prompts say little about the speed of prefilling."""
+_REFUSED_ALLOCATION = "expandable_segments:True"
+"""With it vLLM starts no engine that has a connector, whichever it is."""
 _NOT_TEXT_ALONE = ("vision_config", "audio_config", "is_encoder_decoder")
 
 
@@ -61,7 +64,12 @@ def reuses_kv(spec: ReplicaSpec) -> bool:
     """Whether this replica's engine gets a connector: there is a node, the model allows it, and it is text in, text out."""
     record = spec.record
     wanted = bool(spec.kv_socket) and record.kv_reuse and bool(record.kv_signature) and record.task is Task.GENERATE
-    return wanted and "kv_transfer_config" not in record.engine_options and _text_alone(record)
+    if not wanted or "kv_transfer_config" in record.engine_options or not _text_alone(record):
+        return False
+    if _REFUSED_ALLOCATION in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        log.warning("this engine goes without KV tiers", reason=f"PYTORCH_CUDA_ALLOC_CONF has {_REFUSED_ALLOCATION}")
+        return False
+    return True
 
 
 def _text_alone(record: ModelRecord) -> bool:
