@@ -296,7 +296,9 @@ class Holdings:
             if one.depth % step == 0:
                 self._doubtful[prefix + one.hash] = (one.identity, one.hash)
                 continue
-            waiting.extend(self._blocks[prefix + hash] for hash in one.children)
+            # Only deeper ones: an engine that names its blocks in a circle must not keep us here.
+            children = [self._blocks[prefix + hash] for hash in one.children]
+            waiting.extend(child for child in children if child.depth > one.depth)
 
     def _span(self, key: bytes) -> KvSpan | None:
         last = self._blocks.get(key)

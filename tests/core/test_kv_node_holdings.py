@@ -26,7 +26,7 @@ def _chain(seed: int, blocks: int, parent: bytes = b"") -> list[bytes]:
 
 
 def _came(holdings: Holdings, hashes: list[bytes], at: int, tier: KvTier = KvTier.HOST, **changes: object) -> None:
-    parent = hashes[at - 1] if at else b""
+    parent = changes.pop("parent", hashes[at - 1] if at else b"")
     holdings.came(IDENTITY, hashes[at], parent, tier=tier, size=1, now_s=float(at), **changes)  # type: ignore[arg-type]
 
 
@@ -67,6 +67,18 @@ def test_depth_comes_from_the_engine_or_from_the_parent() -> None:
     assert _told(holdings) == ({hashes[3]: (4, KvTier.HOST)}, set())
     _came(holdings, hashes, 0)
     assert _told(holdings) == ({hashes[1]: (2, KvTier.HOST)}, set())
+
+
+def test_blocks_in_a_circle_are_held_and_let_go() -> None:
+    """A writer that says a block follows itself, or two each other, does not keep the node busy for ever."""
+    for circle in (_chain(1, 1), _chain(1, 2)):
+        holdings = Holdings()
+        for at in range(len(circle)):
+            _came(holdings, circle, at, parent=circle[at - 1], depth=3 + 2 * at)
+        assert len(holdings) == len(circle)
+        for hash in circle:
+            holdings.left(IDENTITY.key + hash, KvTier.HOST)
+        assert len(holdings) == 0
 
 
 def test_branches_share_their_beginning() -> None:
