@@ -63,7 +63,7 @@ from subjects import names
 from subjects.bus import Bus, BusMessage, KvEntry, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, place_of
-from subjects.ids import IngressId, ModelHash, RequestId, Tenant, incarnated
+from subjects.ids import IngressId, RequestId, Tenant, incarnated
 from subjects.messages import (
     Endpoint,
     IngressTelemetry,
@@ -147,7 +147,7 @@ class Gateway:
         self.prefixes = PrefixIndex()
         """Who holds the KV of which prompts."""
         self._kv_sync = KvSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
-        self._reuse: dict[ModelHash, ReuseCosts] = {}
+        self._reuse: dict[str, tuple[ModelRecord, ReuseCosts]] = {}
         shards = self._options.queue_shards
         self._shell = RequestShell(bus, self.ingress, self, queue_shards=shards, prefixes=self.prefixes)
         self._lengths = OutputLengths()
@@ -455,14 +455,14 @@ class Gateway:
         return _Profiled(profile, chain.salt.hex(), prompt_prefix(hashes, record, self._reuse_costs(record)))
 
     def _reuse_costs(self, record: ModelRecord) -> ReuseCosts:
-        found = self._reuse.get(record.model_hash)
-        if found is None:
+        known = self._reuse.get(record.name)
+        if known is None or known[0] is not record:  # its costs and its KV may be others since it was applied again
             if len(self._reuse) >= REUSE_COSTS_MAX:
                 self._reuse.clear()
-            found = self._reuse[record.model_hash] = reuse_costs(record)
+            known = self._reuse[record.name] = record, reuse_costs(record)
             if (spans := engine_spans(record)) is not None:
                 self.prefixes.engine_is(record.model_hash, spans)
-        return found
+        return known[1]
 
     async def _tokenizer_of(self, record: ModelRecord) -> PromptTokenizer:
         loaded = self._models.loaded_tokenizer(record)

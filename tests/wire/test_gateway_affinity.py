@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import structlog
 
 from broker import kv_sync
+from broker.core.affinity import reuse_costs
 from broker.gateway import GatewayOptions
 from broker.http_keys import ApiKeys, Caller
 from kvcache.core.prefix_index import NOBODY
@@ -23,7 +25,7 @@ from subjects import names
 from subjects.bus import BusMessage
 from subjects.codec import decode, encode
 from subjects.ids import Tenant, WorkerId
-from subjects.messages import Hand, InferRequest, KvIndexed, ModelRecord, RequestStory, SlaClass
+from subjects.messages import Hand, InferRequest, KvIndexed, ModelRecord, RequestStory, SlaClass, StepCosts
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, Run, answer_hello, open_pool, record
@@ -293,6 +295,16 @@ async def test_a_node_that_does_not_answer_is_asked_again(
         assert two.holders() == {} and await two.answers() == "a"
         await two.node_b.start()
         await until(lambda: two.holders() == {"b": 2}, "it was asked again")
+
+
+async def test_costs_that_were_measured_since_count(shared_nats_server: NatsServer) -> None:
+    """A model that is applied again with its measured costs, and is the same model, is weighed by them from then on."""
+    async with open_pool(shared_nats_server.url) as pool:
+        model = record()
+        measured = msgspec.structs.replace(model, costs={"cpu": StepCosts(prefill_token_s=0.5, step_const_s=1.0)})
+        found = [pool.gateway._reuse_costs(one) for one in (model, measured, measured)]
+        assert found == [reuse_costs(model), reuse_costs(measured), reuse_costs(measured)]
+        assert found[0] != found[1]
 
 
 async def test_a_real_node_draws_requests_to_its_worker(shared_nats_server: NatsServer, tmp_path: Path) -> None:
