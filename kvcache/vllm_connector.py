@@ -95,25 +95,10 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._fits:
             return
         try:
-            signature, blocks = self._signature(kv_caches)
+            signature = self._begin(kv_caches)
         except (CarpoolError, RuntimeError, ValueError) as error:
-            log.warning("this engine goes without KV tiers", reason=str(error).splitlines()[0])
+            log.warning("this engine goes without KV tiers", reason=str(error).partition("\n")[0])
             return
-        staging_bytes = self.config.staging_bytes or self._staging_bytes(signature, on_host=isinstance(blocks, HostBlocks))
-
-        def make_client() -> BlockClient:
-            from kvcache.client import KvClient
-
-            return KvClient(
-                self.config.socket,
-                model_hash=self.config.model_hash,
-                weights_hash=self.config.weights_hash,
-                signature=signature,
-                replica=ReplicaId(self.config.replica),
-                codec=self.config.codec,
-            )
-
-        self.worker = WorkerSide(blocks, make_client, staging_bytes)
         _write_whole(Path(f"{self.config.report}.{self._vllm_config.parallel_config.rank}"), msgspec.json.encode(signature))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -191,6 +176,25 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker.close()
 
     # ------------------------------------------------------------------------------------------------------------ within
+
+    def _begin(self, kv_caches: dict[str, Any]) -> KvSignature:
+        signature, blocks = self._signature(kv_caches)
+        staging_bytes = self.config.staging_bytes or self._staging_bytes(signature, on_host=isinstance(blocks, HostBlocks))
+
+        def make_client() -> BlockClient:
+            from kvcache.client import KvClient
+
+            return KvClient(
+                self.config.socket,
+                model_hash=self.config.model_hash,
+                weights_hash=self.config.weights_hash,
+                signature=signature,
+                replica=ReplicaId(self.config.replica),
+                codec=self.config.codec,
+            )
+
+        self.worker = WorkerSide(blocks, make_client, staging_bytes)
+        return signature
 
     def _orders(self) -> StepOrders:
         metadata = self._get_connector_metadata()
