@@ -53,7 +53,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True):
     report: str
     """A file that the worker writes its ``KvSignature`` to (with its rank behind it) once it knows its tensors."""
     codec: str = "none"
-    staging_bytes: int = 0
 
 
 class _Metadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM comes without types
@@ -179,7 +178,7 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin(self, kv_caches: dict[str, Any]) -> KvSignature:
         signature, blocks = self._signature(kv_caches)
-        staging_bytes = self.config.staging_bytes or self._staging_bytes(signature, on_host=isinstance(blocks, HostBlocks))
+        staging_bytes = self._staging_bytes(signature, on_host=isinstance(blocks, HostBlocks))
 
         def make_client() -> BlockClient:
             from kvcache.client import KvClient

@@ -50,9 +50,3 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, salt: bytes = b"", p
         parent = state.digest()
         hashes.append(parent)
     return hashes
-
-
-def chain_head(token_ids: Sequence[int], block_size: int, salt: bytes = b"") -> tuple[bytes, int]:
-    """The hash of the last full block and the number of full blocks; ``(b"", 0)`` for a prompt under one block."""
-    hashes = chain_hashes(token_ids, block_size, salt)
-    return (hashes[-1], len(hashes)) if hashes else (b"", 0)

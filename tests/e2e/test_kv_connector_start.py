@@ -33,10 +33,12 @@ def test_blocks_too_large_for_a_node_cost_the_tiers(tmp_path: Path, block_bytes:
         kv_signature="m",
         replica="r",
         report=str(tmp_path / "signature"),
-        staging_bytes=1,
     )
     connector.worker, connector.scheduler, connector._fits = None, None, True
-    connector._vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+    connector._vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=0), scheduler_config=SimpleNamespace(max_num_batched_tokens=2048)
+    )
+    connector._kv_cache_config = SimpleNamespace(num_blocks=100)
     signature = KvSignature(
         model="m", layers=1, kv_heads=1, head_size=1, dtype="float16", form="f", block_size=32, block_bytes=block_bytes
     )

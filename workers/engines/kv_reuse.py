@@ -94,7 +94,6 @@ class KvReuse:
         self._looking: asyncio.Task[None] | None = None
         self._away = False
         self.speed = PrefillSpeed(spec.record)
-        self.asked = self.unanswered = 0
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's ``EngineArgs``. Imports vLLM.
@@ -218,13 +217,11 @@ class KvReuse:
             return KvRequest(use=use)
         compute_s = len(hashes) * self._record.block_size / (self.speed.tokens_per_s or PREFILL_TOKENS_PER_S_UNKNOWN)
         deadline_s = min(PREPARE_S_MAX, max(PREPARE_S_MIN, compute_s))
-        self.asked += 1
         try:
             blocks = min(await asyncio.gather(*(self._ask(node, salt, hashes, deadline_s, use) for node in self._nodes)))
         except KvRefused:
             return KvRequest(use=use)
         except KvUnavailable as error:
-            self.unanswered += 1
             self._look_for_it(str(error))
             return KvRequest(use=use)
         return KvRequest(ready=blocks, asked=True, deadline_s=max(LOAD_S_MIN, deadline_s), use=use)
