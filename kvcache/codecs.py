@@ -357,7 +357,7 @@ def _payload(signature: KvSignature, codec: str, across: bool, body: bytes) -> b
         _VALUE_GROUP_MAX,
         len(body),
         _fingerprint(signature),
-        xxhash.xxh3_64_intdigest(body),
+        xxhash.xxh3_64_intdigest(body, seed=across),  # the one field that nothing else would find wrong
     )
     return header + body
 
@@ -377,7 +377,7 @@ def _open(signature: KvSignature, payload: Buffer) -> tuple[str, bool, _Body]:
     body = data[_HEADER.size :]
     if size != len(body):
         raise CodecError(f"a payload of {len(body)} bytes that says {size}")
-    if xxhash.xxh3_64_intdigest(body) != checksum:
+    if xxhash.xxh3_64_intdigest(body, seed=across) != checksum:
         raise CodecError("the payload is corrupt: its checksum is another")
     return CODECS[way], bool(across), _Body(signature, body)
 
