@@ -1,8 +1,9 @@
 """Blocks of a wider precision serve an engine of the same weights with an fp8 cache (KVC-5; ``precision`` says which).
 
-When such an engine asks for a prompt, blocks that this node has for it in a wider precision only are converted, as far as
-that beats computing them. They are kept like blocks that the engine wrote. What other nodes have is fetched in the engine's
-own precision alone: what is wider there is converted there, when it is asked for there.
+When an engine whose model takes them (``spec.kv.converted``) asks for a prompt, blocks that this node has for it in a wider
+precision only are converted, as far as that beats computing them. They are kept like blocks that the engine wrote. What
+other nodes have is fetched in the engine's own precision alone: what is wider there is converted there, when it is asked
+for there. Engines read only what was prepared, so that reading converts nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from kvcache.core.identity import KvIdentity
 from kvcache.host_tier import HostBlock, checksums_of, filled, raw_of
 from kvcache.node_models import KnownModels
 from kvcache.node_tiers import BATCH_BYTES, Tiers
+from profiles.capacity import takes_converted
 from subjects.errors import place_of
 
-FP8: Final = "fp8_e4m3"
 CONVERT: Final = "convert"
 """Path of the bandwidth of converting, in bytes of what comes out."""
 LATENCY_S: Final = 0.002
@@ -64,7 +65,9 @@ class PrecisionAdapter:
         self, identity: KvIdentity, hashes: Sequence[bytes], *, end_s: float, prefill_tokens_per_s: float
     ) -> None:
         """Converts what this prompt lacks, until ``end_s`` on the monotonic clock; a batch under way then still comes."""
-        if identity.signature.dtype != FP8 or self._closed or self._tiers.leading(identity, hashes) == len(hashes):
+        if not takes_converted(identity.signature.model) or self._closed:
+            return
+        if self._tiers.leading(identity, hashes) == len(hashes):
             return
         if not any(one != identity.signature for one in self._models.layouts(identity.weights_hash)):
             return
@@ -91,23 +94,47 @@ class PrecisionAdapter:
             )
         ]
         async with self._one:
-            while sources and not self._closed:
-                local = tiers.leading(identity, hashes)
-                lacking = hashes[local:]
-                source = max(sources, key=lambda one: (tiers.leading(one, lacking), one.key))
-                choice = choose(
-                    tiers.leading(source, lacking),
-                    block_bytes=identity.signature.block_bytes,
-                    block_tokens=identity.signature.block_size,
-                    bytes_per_s=self._bandwidths.bytes_per_s(CONVERT),
-                    latency_s=LATENCY_S,
-                    prefill_tokens_per_s=speed,
-                    deadline_s=end_s - time.monotonic(),
-                )
-                count = min(choice.blocks, max(1, BATCH_BYTES // source.signature.block_bytes))
-                parent = hashes[local - 1] if local else b""
-                if not count or not await self._convert(precision, source, identity, parent, lacking[:count], local):
-                    return
+            kept: list[HostBlock] = []  # pinned to the end: they are not what makes room for those after them
+            try:
+                await self._fill_from(sources, precision, identity, hashes, end_s, speed, kept)
+            finally:
+                tiers.release(kept)
+
+    async def _fill_from(
+        self,
+        sources: Sequence[KvIdentity],
+        precision: ModuleType,
+        identity: KvIdentity,
+        hashes: Sequence[bytes],
+        end_s: float,
+        speed: float,
+        kept: list[HostBlock],
+    ) -> None:
+        tiers = self._tiers
+        before = -1
+        while sources and not self._closed and time.monotonic() < end_s:
+            local = tiers.leading(identity, hashes)
+            if local <= before:
+                return
+            before, lacking = local, hashes[local:]
+            source = max(sources, key=lambda one: (tiers.leading(one, lacking), one.key))
+            there = tiers.leading(source, lacking)
+            choice = choose(
+                there,
+                block_bytes=identity.signature.block_bytes,
+                block_tokens=identity.signature.block_size,
+                bytes_per_s=self._bandwidths.bytes_per_s(CONVERT),
+                latency_s=LATENCY_S,
+                prefill_tokens_per_s=speed,
+                deadline_s=end_s - time.monotonic(),
+            )
+            if there and not choice.blocks:
+                self._bandwidths.passed_over(CONVERT)
+            count = min(choice.blocks, max(1, BATCH_BYTES // source.signature.block_bytes))
+            parent = hashes[local - 1] if local else b""
+            if not count:
+                return
+            kept += await self._convert(precision, source, identity, parent, lacking[:count], local)
 
     async def _convert(
         self,
@@ -117,8 +144,8 @@ class PrecisionAdapter:
         parent: bytes,
         hashes: Sequence[bytes],
         depth: int,
-    ) -> int:
-        """Converts these consecutive blocks; how many came. ``depth``: of the block before the first."""
+    ) -> list[HostBlock]:
+        """Converts these consecutive blocks; those that came, pinned. ``depth``: of the block before the first."""
         tiers = self._tiers
         begin_s = time.monotonic()
         blocks = await tiers.acquire(source, hashes)
@@ -139,10 +166,13 @@ class PrecisionAdapter:
                 tiers.host.abandon(room)
         for place, (room, sum_) in enumerate(zip(rooms, sums, strict=False), depth + 1):
             tiers.keep(room, sum_, depth=place)
+        came = [here for room in rooms[: len(sums)] if (here := tiers.host.find(room.key)) is not None]
+        for one in came:
+            tiers.host.pin(one)
         self._bandwidths.measured(CONVERT, len(sums) * target.signature.block_bytes, time.monotonic() - begin_s)
         if len(sums) < len(rooms):
             await self._on_wrong(source, blocks[len(sums)].hash)
-        return len(sums)
+        return came
 
 
 def _converted(precision: ModuleType, blocks: Sequence[HostBlock], rooms: Sequence[HostBlock]) -> list[bytes]:

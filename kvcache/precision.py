@@ -4,6 +4,10 @@
 fp8 variant of a model declares the same files and ``kv_cache_dtype: fp8``, so weights and configuration hash to the same and
 the two signatures differ in the dtype alone. The other way round there is nothing to be had: what fp8 lost is lost.
 
+A text whose beginning was converted may differ from one whose beginning the fp8 model computed, so a model takes such blocks
+only if it says so (``spec.kv.converted``). Its signature then has ``-converted`` behind it: blocks that came this way are
+never given to a model that did not ask for any.
+
 Values are rounded to the nearest, as GPUs do. vLLM 0.32's CPU kernels cut the mantissa off instead, so their own fp8 blocks
 differ in the last bit of about half the values; ours are the closer ones, at the same places (seen for ``vec``).
 """
@@ -16,6 +20,7 @@ from kvcache import codec_numbers as numbers
 from kvcache.codec_numbers import Buffer
 from kvcache.codecs import CodecError
 from kvcache.core.identity import KvIdentity, KvSignature
+from profiles.capacity import CONVERTED, KV_SIGNATURE_PARTS
 
 FP8 = "fp8_e4m3"
 _NAMES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "fp8": FP8}
@@ -26,7 +31,8 @@ def convertible(source: KvSignature, target: KvSignature) -> bool:
     """Whether blocks of ``source`` can be turned into blocks of ``target``.
 
     Same weights, configuration, layers, heads, head size, block size and form; only the precision differs, and only from
-    float32, float16 or bfloat16 to ``fp8_e4m3``. Forms that pack pairs or tiles by the size of an element are not.
+    float32, float16 or bfloat16 to ``fp8_e4m3``, and to a model that asks for it. Forms that pack pairs or tiles by the size
+    of an element are not, nor what went through a lossy codec that the target has not got.
     """
     if source.dtype not in numbers.WIDE or target.dtype != FP8:
         return False
@@ -40,7 +46,7 @@ def convertible(source: KvSignature, target: KvSignature) -> bool:
         and source.block_bytes == np.dtype(numbers.RAW[source.dtype]).itemsize * target.block_bytes
     )
     ours, theirs = _model(source), _model(target)
-    return same and ours is not None and theirs is not None and ours == theirs
+    return same and ours is not None and theirs == (ours[0], (CONVERTED, *ours[1]))
 
 
 def convertible_from(source: KvIdentity, target: KvIdentity) -> bool:
@@ -69,9 +75,9 @@ def convert(source: KvSignature, block: Buffer, target: KvSignature, into: memor
     numbers.raw(into, FP8)[...] = numbers.to_e4m3(values)
 
 
-def _model(signature: KvSignature) -> tuple[str, ...] | None:
-    """The parts of the record's signature without the precision; None when it is another's or of another shape."""
+def _model(signature: KvSignature) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The record's signature without the precision, in parts, and what follows it; None when it is of another shape."""
     parts = signature.model.split("-")
-    if len(parts) != 6 or _NAMES.get(parts[4]) != signature.dtype:
+    if len(parts) < KV_SIGNATURE_PARTS or _NAMES.get(parts[4]) != signature.dtype:
         return None
-    return (*parts[:4], parts[5])
+    return (*parts[:4], parts[5]), tuple(parts[KV_SIGNATURE_PARTS:])

@@ -82,7 +82,12 @@ def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
             record.weights_hash,
             record.dtype,
             record.engine_options,
-            _kind(record.task, _rank_of(record), record.kv_codec if record.kv_reuse else ""),
+            _kind(
+                record.task,
+                _rank_of(record),
+                record.kv_codec if record.kv_reuse else "",
+                kv_converted=record.kv_reuse and record.kv_converted,
+            ),
         )
     except ConfigError as error:
         raise EngineError(str(error)) from None
@@ -143,19 +148,26 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     slots = adapters.adapters_max(service)
     rank = spec.adapters_rank_max if slots else 0
     slot_bytes = adapters.adapter_bytes(tensors, rank, dtype)
+    kind = _kind(spec.task, rank, _codec_of(service), kv_converted=_takes_converted(service))
+    kv_named = _kv_named(kv_option, dtype, tensors)
+    if _takes_converted(service) and kv_named != "fp8":
+        raise ConfigError(
+            "spec.kv.converted: the model's files bring scales for a cache in fp8, which converted KV lacks; remove it"
+        )
     return _record(
         service,
-        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, _kind(spec.task, rank, _codec_of(service))),
+        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, kind),
         weights_hash=weights_hash,
         kv_signature=_kept_as(
             capacity.kv_signature(
                 shape,
-                _kv_named(kv_option, dtype, tensors),
+                kv_named,
                 weights_hash,
                 _computed_by(config, engine.options),
                 engine.block_size,
             ),
             _codec_of(service),
+            converted=_takes_converted(service),
         ),
         source=str(directory),
         tokenizer=directory,
@@ -337,6 +349,7 @@ def _record(
         adapters_rank_max=spec.adapters_rank_max if adapters.adapters_max(service) else 0,
         kv_reuse=spec.kv.reuse,
         kv_codec=spec.kv.codec,
+        kv_converted=spec.kv.converted,
     )
 
 
@@ -344,27 +357,36 @@ LOSSY_CODECS = ("fp8", "int4")
 """KV comes back from disk otherwise than it was computed."""
 
 
-def _kind(task: Task, adapters_rank: int = 0, kv_codec: str = "") -> dict[str, str | int]:
+def _kind(task: Task, adapters_rank: int = 0, kv_codec: str = "", *, kv_converted: bool = False) -> dict[str, str | int]:
     """What a model hash has of it: nothing for models that generate without adapters, whose hashes are older.
 
     Which adapters there are is no part of it, so that they may come and go while replicas run. Whether there may be any is,
-    and their rank: an engine is built for that, so its replicas are others. A lossy codec of KV is too, since texts may
-    differ by it; whether KV is reused, and codecs that give back what they got, are not.
+    and their rank: an engine is built for that, so its replicas are others. A lossy codec of KV is too, and KV of another
+    precision, since texts may differ by it; whether KV is reused, and codecs that give back what they got, are not.
     """
     kind: dict[str, str | int] = {} if task is Task.GENERATE else {"task": task.value}
     if adapters_rank:
         kind["adapters_rank_max"] = adapters_rank
+    if kv_converted:
+        kind["kv_converted"] = 1
     return kind | {"kv_codec": kv_codec} if kv_codec in LOSSY_CODECS else kind
 
 
-def _kept_as(signature: str, codec: str) -> str:
-    """Blocks that a lossy codec may have gone through are never given to a service of the same weights without one."""
-    return f"{signature}-{codec}" if codec in LOSSY_CODECS else signature
+def _kept_as(signature: str, codec: str, *, converted: bool) -> str:
+    """Blocks that a lossy codec may have gone through are never given to a service of the same weights without one, nor
+    those that may have been converted to one that takes none (``kvcache.precision`` reads this)."""
+    kept = f"{signature}-{capacity.CONVERTED}" if converted else signature
+    return f"{kept}-{codec}" if codec in LOSSY_CODECS else kept
 
 
 def _codec_of(service: ModelService) -> str:
     """The codec that its KV goes through; none where nothing is kept."""
     return service.spec.kv.codec if service.spec.kv.reuse else ""
+
+
+def _takes_converted(service: ModelService) -> bool:
+    """Whether KV of the same files in a wider precision serves it; not where nothing is kept."""
+    return service.spec.kv.reuse and service.spec.kv.converted
 
 
 def _rank_of(record: ModelRecord) -> int:

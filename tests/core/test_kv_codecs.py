@@ -44,6 +44,12 @@ def signature_of(dtype: str = "bfloat16", form: str = FORMS[0], block_size: int 
     )
 
 
+def taking(source: KvSignature) -> KvSignature:
+    """The fp8 variant of it that takes its blocks."""
+    fp8 = signature_of("fp8_e4m3", source.form, source.block_size)
+    return msgspec.structs.replace(fp8, model=f"{fp8.model}-converted")
+
+
 def block_of(signature: KvSignature, seed: int, spread: float = 1.0) -> bytes:
     """Normal values; every fourth element is larger by ``spread``."""
     random = np.random.Generator(np.random.PCG64(seed))
@@ -131,14 +137,15 @@ def test_4_bit_is_off_by_half_a_step_at_most(seed: int, dtype: str, form: str, b
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(numbers.WIDE), st.sampled_from(FORMS), st.sampled_from((1e-6, 1.0, 40.0)))
 def test_fp8_is_off_by_a_sixteenth_at_most(seed: int, dtype: str, form: str, spread: float) -> None:
-    """KVC-5: three bits of mantissa; below the smallest normal number of a head half a step of its subnormals."""
+    """KVC-5: three bits of mantissa; below the smallest normal number of a head half a step of its subnormals, and
+    what rounding to bfloat16 adds to that, a 32nd."""
     signature = signature_of(dtype, form)
     block = block_of(signature, seed, spread)
     before, after = wide(signature, block), wide(signature, there_and_back(signature, block, "fp8"))
     for part, other in zip(numbers.parts(signature, before), numbers.parts(signature, after), strict=True):
         values = part.read()
         scale = np.abs(values).max(axis=(1, 2), keepdims=True) / 448
-        assert np.all(np.abs(values - other.read()) <= np.maximum(np.abs(values) / 15.5, scale * 2**-10 * 1.01))
+        assert np.all(np.abs(values - other.read()) <= np.maximum(np.abs(values) / 15.5, scale * 2**-10 * 1.04))
 
 
 def test_real_looking_blocks_shrink() -> None:
@@ -288,10 +295,24 @@ def test_e4m3_rounds_to_the_nearest_ties_to_even_and_saturates() -> None:
     assert numbers.to_e4m3(np.array([np.nan], np.float32)).tolist() == [0x7F]
 
 
+@pytest.mark.parametrize("codec", ["lossless", "fp8", "int4"])
+def test_no_bit_of_the_header_may_flip(codec: str) -> None:
+    """P2: also not the one that says how keys were grouped, which fits the sizes either way."""
+    signature = signature_of()
+    payload = encode(signature, block_of(signature, 9), codec)
+    room = memoryview(bytearray(signature.block_bytes))
+    for bit in range(8 * codecs._HEADER.size):
+        wrong = bytearray(payload)
+        wrong[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CodecError):
+            decode(signature, wrong, codec, room)
+
+
 @pytest.mark.parametrize("dtype", numbers.WIDE)
 def test_wide_blocks_serve_the_fp8_variant(dtype: str) -> None:
     """KVC-5: the block becomes what an engine with an fp8 cache would hold: each value in e4m3, at its place."""
-    source, target = signature_of(dtype), signature_of("fp8_e4m3")
+    source = signature_of(dtype)
+    target = taking(source)
     block, room = block_of(source, 6), bytearray(target.block_bytes)
     assert convertible(source, target)
     convert(source, block, target, memoryview(room))
@@ -301,12 +322,15 @@ def test_wide_blocks_serve_the_fp8_variant(dtype: str) -> None:
 
 
 def test_only_the_same_weights_in_the_other_precision_convert() -> None:
-    """P2: not back from fp8, not another model's, layout's or tenant's."""
-    source, target = signature_of(), signature_of("fp8_e4m3")
+    """P2: not back from fp8, not another model's, layout's or tenant's, not for one that asks for none."""
+    source = signature_of()
+    target = taking(source)
+    plain = signature_of("fp8_e4m3")
+    assert convertible(source, target) and not convertible(source, plain) and not convertible(plain, target)
     assert not convertible(target, source)
     assert not convertible(source, source)
-    other_weights = kv_signature(SHAPE, "fp8", "cd" * 32, {"rope_theta": 1e5}, 32)
-    other_config = kv_signature(SHAPE, "fp8", "ab" * 32, {"rope_theta": 1e6}, 32)
+    other_weights = kv_signature(SHAPE, "fp8", "cd" * 32, {"rope_theta": 1e5}, 32) + "-converted"
+    other_config = kv_signature(SHAPE, "fp8", "ab" * 32, {"rope_theta": 1e6}, 32) + "-converted"
     for change in (
         {"model": other_weights},
         {"model": other_config},
@@ -319,6 +343,8 @@ def test_only_the_same_weights_in_the_other_precision_convert() -> None:
         assert not convertible(source, msgspec.structs.replace(target, **change))
     packed = [msgspec.structs.replace(signature, form="layer,head,kv:amx") for signature in (source, target)]
     assert not convertible(*packed)
+    coded = [msgspec.structs.replace(one, model=f"{one.model}-int4") for one in (source, target)]
+    assert convertible(*coded) and not convertible(coded[0], target) and not convertible(source, coded[1])
     ours = KvIdentity(weights_hash="ab" * 32, signature=source, salt=b"a" * 16)
     theirs = KvIdentity(weights_hash="ab" * 32, signature=target, salt=b"a" * 16)
     assert convertible_from(ours, theirs)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from profiles import capacity, hashing
+from profiles.capacity import takes_converted
 from profiles.hashing import Digests, verify, weights_hash
 from profiles.record import build_record, verify_record
 from profiles.service import parse_services
@@ -451,6 +452,9 @@ def test_an_fp8_cache_with_scales_has_another_signature(tmp_path: Path) -> None:
     header = json.dumps({"model.layers.0.self_attn.attn.k_scale": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}})
     (tmp_path / "m" / "scales.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
     assert (precision(kv_cache_dtype="fp8"), precision()) == ("fp8_scaled", "bfloat16")
+    engine = {"options": {"kv_cache_dtype": "fp8"}}
+    with pytest.raises(ConfigError, match=r"spec\.kv.converted: the model's files bring scales"):
+        record_of({"source": "m", "engine": engine, "kv": {"converted": True}}, tmp_path)
 
 
 def test_only_a_lossy_codec_of_kv_makes_another_model(tmp_path: Path) -> None:
@@ -469,6 +473,29 @@ def test_only_a_lossy_codec_of_kv_makes_another_model(tmp_path: Path) -> None:
     assert {record.kv_signature for record in same} == {base.kv_signature}
     assert made(codec="int4").kv_signature == f"{base.kv_signature}-int4"
     verify_record(made(codec="fp8"))
+
+
+def test_taking_converted_kv_makes_another_model(tmp_path: Path) -> None:
+    """Text may differ by it (PRO-3), and what was converted is nobody else's KV (P2): off unless it is asked for."""
+    make_tiny("a", tmp_path / "m", seed=1)
+
+    def made(**kv: Any) -> ModelRecord:
+        return record_of({"source": "m", "engine": {"options": {"kv_cache_dtype": "fp8"}}, "kv": kv}, tmp_path)
+
+    base, takes, both = made(), made(converted=True), made(converted=True, codec="int4")
+    assert (base.kv_converted, takes.kv_converted) == (False, True)
+    assert takes.kv_signature == f"{base.kv_signature}-converted" and both.kv_signature == f"{takes.kv_signature}-int4"
+    assert [takes_converted(one.kv_signature) for one in (base, takes, both, made(codec="int4"))] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert len({one.model_hash for one in (base, takes, both)}) == 3
+    unused = made(converted=True, reuse=False)
+    assert (unused.model_hash, unused.kv_signature) == (base.model_hash, base.kv_signature)
+    for record in (takes, both, unused):
+        verify_record(decode(encode(record), ModelRecord))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvcache.client import KvClient, KvNode
+from kvcache.codecs import encode
 from kvcache.core.identity import KvSignature
 from kvcache.precision import convert
 from profiles.capacity import Shape, kv_signature
@@ -33,7 +35,15 @@ def signature(name: str, dtype: str, width: int, config: float = 1e5) -> KvSigna
 
 
 WIDE = signature("float16", "float16", 2)
-FP8 = signature("fp8", "fp8_e4m3", 1)
+PLAIN_FP8 = signature("fp8", "fp8_e4m3", 1)
+
+
+def taking(plain: KvSignature) -> KvSignature:
+    """Of a model that takes converted blocks."""
+    return msgspec.structs.replace(plain, model=f"{plain.model}-converted")
+
+
+FP8 = taking(PLAIN_FP8)
 
 
 @pytest.fixture
@@ -43,7 +53,9 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     assert process.stop() == 0
 
 
-def engine(node: NodeProcess, kept: KvSignature, model: str, weights: str = WEIGHTS_HASH) -> tuple[KvClient, KvNode]:
+def engine(
+    node: NodeProcess, kept: KvSignature, model: str, weights: str = WEIGHTS_HASH, codec: str = "none"
+) -> tuple[KvClient, KvNode]:
     name = f"replica-{model}"
     client = KvClient(
         node.path,
@@ -51,6 +63,7 @@ def engine(node: NodeProcess, kept: KvSignature, model: str, weights: str = WEIG
         weights_hash=weights,
         signature=kept,
         replica=ReplicaId(name),
+        codec=codec,
         timeout_s=5.0,
     )
     return client, KvNode(node.path, model_hash=model * 64, weights_hash=weights, signature=kept, replica=name)
@@ -106,7 +119,8 @@ async def test_blocks_of_a_wide_precision_serve_the_fp8_variant(node: NodeProces
 
 
 async def test_no_other_tenant_weights_or_computation_are_served(node: NodeProcess) -> None:
-    """P2, O3: the same hashes of another tenant, other weights, another configuration or scales are not converted."""
+    """P2, O3: the same hashes of another tenant, other weights, another configuration or scales are not converted,
+    nor for a model that asks for none, before and after one that does."""
     hashes = chain(3, 4)
     client, questions = engine(node, WIDE, "a")
     client.write(SALT, b"", hashes, memoryview(b"".join(map(block, range(4)))), USE)
@@ -114,13 +128,67 @@ async def test_no_other_tenant_weights_or_computation_are_served(node: NodeProce
     assert await prepared(ask_fp8, hashes, salt=b"z" * 16) == 0
     others = [
         engine(node, FP8, "c", weights="c" * 64),
-        engine(node, signature("fp8", "fp8_e4m3", 1, config=2e5), "d"),
-        engine(node, signature("fp8_scaled", "fp8_e4m3", 1), "e"),
+        engine(node, taking(signature("fp8", "fp8_e4m3", 1, config=2e5)), "d"),
+        engine(node, taking(signature("fp8_scaled", "fp8_e4m3", 1)), "e"),
         engine(node, msgspec.structs.replace(FP8, form="layer,kv,token,head,dim"), "f"),
+        engine(node, PLAIN_FP8, "0"),
     ]
     for _, other in others:
         assert await prepared(other, hashes) == 0
     assert await prepared(ask_fp8, hashes) == 4
+    assert await prepared(others[-1][1], hashes) == 0
+    assert others[-1][0].read(SALT, hashes, memoryview(bytearray(4 * FP8.block_bytes))) == 0
     for one, ask in [(client, questions), (fp8, ask_fp8), *others]:
         one.close()
         await ask.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+async def test_a_block_that_changed_on_disk_is_not_converted(codec: str, node: NodeProcess) -> None:
+    """P2: what does not verify is dropped, those before it serve, in files of any codec; the rest comes when it is back."""
+    hashes, raw = chain(4, 4), [block(seed) for seed in range(4)]
+    wide, questions = engine(node, WIDE, "a", codec=codec)
+    wide.write(SALT, b"", hashes, memoryview(b"".join(raw)), USE)
+    wide.close()
+    await questions.close()
+    assert node.stop() == 0
+    (file,) = Path(node.settings.directory).glob("*.kvc")
+    payload = raw[2] if codec == "none" else encode(WIDE, raw[2], codec)
+    at = file.read_bytes().index(payload[:4096]) + 100
+    with file.open("r+b") as changed:
+        changed.seek(at)
+        changed.write(bytes([payload[100] ^ 4]))
+    node.start()
+    fp8, ask_fp8 = engine(node, FP8, "b")
+    assert await prepared(ask_fp8, hashes) == 2
+    into = memoryview(bytearray(4 * FP8.block_bytes))
+    assert fp8.read(SALT, hashes, into) == 2
+    assert into[: 2 * FP8.block_bytes] == b"".join(map(narrow, raw[:2]))
+    wide, questions = engine(node, WIDE, "a", codec=codec)
+    wide.write(SALT, hashes[1], hashes[2:3], memoryview(raw[2]), USE, first=2)
+    assert await prepared(ask_fp8, hashes) == 4
+    assert fp8.read(SALT, hashes, into) == 4 and into == b"".join(map(narrow, raw))
+    for one in (fp8, wide):
+        one.close()
+    for ask in (ask_fp8, questions):
+        await ask.close()
+
+
+async def test_what_was_converted_is_kept_like_any_other_block(node: NodeProcess) -> None:
+    """KVC-1: it outlives the blocks that it came from, and the node."""
+    hashes, raw = chain(5, 4), [block(seed) for seed in range(4)]
+    wide, questions = engine(node, WIDE, "a")
+    wide.write(SALT, b"", hashes, memoryview(b"".join(raw)), USE)
+    fp8, ask_fp8 = engine(node, FP8, "b")
+    assert await prepared(ask_fp8, hashes) == 4
+    assert (await questions.evict(WIDE.model, 1.0)).blocks == 4
+    for one, ask in ((wide, questions), (fp8, ask_fp8)):
+        one.close()
+        await ask.close()
+    assert node.stop() == 0
+    node.start()
+    fp8, ask_fp8 = engine(node, FP8, "b")
+    into = memoryview(bytearray(4 * FP8.block_bytes))
+    assert fp8.read(SALT, hashes, into) == 4 and into == b"".join(map(narrow, raw))
+    fp8.close()
+    await ask_fp8.close()
