@@ -99,12 +99,14 @@ def parts_of(buffers: Sequence[memoryview], step_bytes: int) -> list[list[memory
     return parts
 
 
-def send_all(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
-    """In a thread. Raises OSError (BlockingIOError) when nothing is taken for ``SILENCE_S_MAX``."""
+def send_all(sock: socket.socket, buffers: Sequence[memoryview], end_s: float) -> None:
+    """In a thread. Raises OSError when nothing is taken for ``SILENCE_S_MAX``, TimeoutError at ``end_s``."""
     with _blocking(sock):
         waiting = [view for view in buffers if len(view)]
         at = 0
         while at < len(waiting):
+            if time.monotonic() > end_s:
+                raise TimeoutError("too slow")
             count = sock.sendmsg(waiting[at : at + BUFFERS_MAX])
             at = _skip(waiting, at, count)
 

@@ -54,6 +54,8 @@ STRANGERS_MAX: Final = 64
 """Connections that no token has opened yet."""
 IDLE_S_MAX: Final = 10.0
 """Between two questions of a target."""
+TARGET_BYTES_PER_S_MIN: Final = 1e6
+"""A target that takes less is given up."""
 RATE_STEP_S: Final = 0.05
 _TOKEN = struct.Struct(">Q")
 _MAC_BYTES = 32
@@ -86,7 +88,7 @@ class Tokens:
 
 
 class Rate:
-    """A token bucket over all connections; a second's bytes may go at once."""
+    """A token bucket over all connections; the bytes of ``RATE_STEP_S`` may go at once."""
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
@@ -143,7 +145,7 @@ class DataServer:
         prepare_socket(sock)
         sock.setblocking(False)
         host, port = sock.getsockname()[:2]
-        self.address = settings.data_address or f"{host}:{port}"
+        self.address = settings.data_address or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._listening = sock
         self._tasks.spawn(self._accept(sock))
 
@@ -173,8 +175,8 @@ class DataServer:
         self._strangers += 1
         target = False
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 async with asyncio.timeout(OPEN_S_MAX):
                     asked = await read_message(sock, ToSource)
             finally:
@@ -249,5 +251,8 @@ class DataServer:
 
     async def _send(self, sock: socket.socket, buffers: Sequence[memoryview]) -> None:
         for part in parts_of(buffers, self._rate.step_bytes):
-            await self._rate.take(sum(map(len, part)))
-            await in_thread(self._threads, sock, send_all, sock, part)
+            size = sum(map(len, part))
+            await self._rate.take(size)
+            # Who takes a byte now and then would otherwise hold a thread and pages for ever.
+            end_s = time.monotonic() + SILENCE_S_MAX + size / TARGET_BYTES_PER_S_MIN
+            await in_thread(self._threads, sock, send_all, sock, part, end_s)

@@ -26,7 +26,7 @@ from kvcache.node_precision import PrecisionAdapter
 from kvcache.node_settings import NodeSettings
 from kvcache.node_socket import LocalSocket
 from kvcache.node_tiers import Tiers
-from kvcache.store import KvStore, Refusal, StoreLocked, StoreRefused
+from kvcache.store import KvStore, Refusal, StoreLocked, StoreRefused, StoreStats
 from subjects.bus import Bus
 from subjects.errors import place_of
 from subjects.ids import ReplicaId, base_name, incarnated
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from kvcache.redis_index import RedisIndex
 
 TEND_S = 0.25
+DISK_S_MAX = 0.5
+"""How long the store is waited for where its counts are asked for."""
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +85,7 @@ class Node:
                 raise
             except StoreRefused as error:
                 self._no_disk = str(error)
+                self.models.keep_nowhere()
         self.tiers = Tiers(
             settings,
             HostTier(settings.host_bytes_max, self.policy.host_order),
@@ -101,6 +104,8 @@ class Node:
         self._socket = LocalSocket(settings.socket_path, self.name, self.tiers, self)
         self._tasks = Tasks(lambda error: log.error("a part of the KV node failed", error=place_of(error)))
         self._closing: asyncio.Task[None] | None = None
+        self._disk_asked: asyncio.Task[StoreStats] | None = None
+        self._disk_known: StoreStats | None = None
 
     async def open(self, *, alone: bool = False) -> None:
         """Listens. ``alone``: there is no bus to :meth:`join` later.
@@ -153,14 +158,15 @@ class Node:
                     await self.tiers.demote(cold)
                 await self.tiers.tend()
                 await self.policy.hear_others(now_s)
-                self._tell_findings()
+                await self._tell_findings()
                 self.alerts.post()
             except Exception as error:
                 log.error("tending the KV tiers failed", error=place_of(error))
 
-    def _tell_findings(self) -> None:
+    async def _tell_findings(self) -> None:
+        # In a thread, here and for the counts: the store may be at the disk, which the event loop does not wait for.
         store = self.tiers.store
-        for finding in store.take_findings() if store is not None else ():
+        for finding in await asyncio.to_thread(store.take_findings) if store is not None else ():
             if finding.kind == "corrupt":
                 self.tiers.counts.corrupt += 1
             if finding.kind in ("corrupt", "damaged", "foreign"):
@@ -237,11 +243,11 @@ class Node:
         """Fetches a model's blocks from another node."""
         return await self.exchange.pull_all(kv_signature, source, deadline_s)
 
-    def stats(self) -> KvStats:
+    async def stats(self) -> KvStats:
         """Counts and fill."""
         tiers, counts, exchange = self.tiers, self.tiers.counts, self.exchange
         host = tiers.host
-        disk = tiers.store.stats() if tiers.store is not None else None
+        disk = await self._disk_stats()
         in_host = tiers.in_host()
         in_disk = disk.by_model if disk is not None else {}
         hashes = self.models.by_signature()
@@ -276,9 +282,28 @@ class Node:
             served_blocks=exchange.server.served_blocks,
             served_bytes=exchange.server.served_bytes,
             write_bytes_left=disk.write_left_bytes if disk is not None else None,
-            disk_state=tiers.disk_state,
+            disk_state=tiers.disk_state or ("silent" if self._disk_asked is not None else ""),
             redis_state=self._redis_state(),
         )
+
+    async def _disk_stats(self) -> StoreStats | None:
+        """In a thread, since the store may be at the disk; of a disk that hangs what was known last."""
+        if self.tiers.store is None:
+            return None
+        asked = self._disk_asked
+        if asked is None:
+            asked = self._disk_asked = asyncio.create_task(asyncio.to_thread(self.tiers.store.stats))
+        await asyncio.wait([asked], timeout=DISK_S_MAX)
+        if asked.done():
+            self._disk_known, self._disk_asked = asked.result(), None
+        else:
+            self.alerts.say(
+                "kv-disk",
+                "the disk does not answer; host memory goes on",
+                remedy="look at the disk's health in the kernel's log",
+                directory=self.settings.directory,
+            )
+        return self._disk_known
 
     def _redis_state(self) -> str:
         if self.policy.redis is None:

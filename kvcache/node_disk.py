@@ -6,9 +6,16 @@ import mmap
 import time
 from collections.abc import Sequence
 
+from kvcache.core.holdings import Held
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.host_tier import HostBlock, HostTier, checksums_of, decoded, encoded
 from kvcache.store import KvStore, Refusal, StoredBlock, StoredForm
+
+BATCH_BYTES = 16 * 1024 * 1024
+"""Raw bytes that go to or come from disk at once."""
+
+Use = tuple[KvIdentity, Sequence[bytes], float]
+"""Blocks of one chain, and when they were used (wall clock)."""
 
 
 class DiskThreads:
@@ -17,7 +24,27 @@ class DiskThreads:
     def __init__(self, store: KvStore) -> None:
         self._store = store
 
+    def touch(self, uses: Sequence[Use]) -> None:
+        """The store hears of uses, the earliest first."""
+        for identity, hashes, at_s in uses:
+            self._store.touch(identity, hashes, at_s)
+
+    def look(self, identity: KvIdentity, hashes: Sequence[bytes]) -> list[tuple[bytes, StoredForm]]:
+        """Parents and forms of the leading blocks that are there."""
+        found: list[tuple[bytes, StoredForm]] = []
+        for hash, form in zip(hashes, self._store.forms(identity, hashes), strict=False):
+            parent = self._store.parent(identity, hash)
+            if parent is None:
+                break
+            found.append((parent, form))
+        return found
+
+    def gone(self, blocks: Sequence[Held]) -> list[Held]:
+        """Those of them that are not there."""
+        return [held for held in blocks if not self._store.leading(held.identity, [held.hash])]
+
     def stored(self, identity: KvIdentity, hash: bytes) -> tuple[memoryview, str] | None:
+        """A block's payload, verified, and its codec; None where it is not there (any more)."""
         forms = self._store.forms(identity, [hash])
         if not forms:
             return None
@@ -28,7 +55,7 @@ class DiskThreads:
     def read(
         self, host: HostTier, identity: KvIdentity, rooms: Sequence[HostBlock], forms: Sequence[StoredForm]
     ) -> list[bytes]:
-        """In a thread: the checksums of those leading blocks that were there and verified."""
+        """The checksums of those leading blocks that were there and verified."""
         if all(form.codec == "none" for form in forms[: len(rooms)]):
             into = [host.rooms(block) for block in rooms]
             got = self._store.get(identity, [block.hash for block in rooms], into, time.time())
@@ -47,7 +74,7 @@ class DiskThreads:
     def put(
         self, identity: KvIdentity, batch: Sequence[HostBlock], codec: str
     ) -> tuple[int, Refusal | None, HostBlock | None]:
-        """In a thread: how many were kept, why not more, and the first that is no longer what it had been."""
+        """How many were kept, why not more, and the first that is no longer what it had been."""
         stored: list[StoredBlock] = []
         wrong: HostBlock | None = None
         for block in batch:
@@ -63,3 +90,20 @@ class DiskThreads:
             return 0, None, wrong
         result = self._store.put(identity, stored, time.time())
         return result.kept, result.refused, wrong
+
+
+def one_batch(blocks: Sequence[HostBlock]) -> list[HostBlock]:
+    """Blocks of the first one's identity, of together at most a batch's bytes."""
+    if not blocks:
+        return []
+    identity_key = blocks[0].identity.key
+    batch: list[HostBlock] = []
+    total = 0
+    for block in blocks:
+        if block.identity.key != identity_key:
+            continue
+        total += block.size
+        if batch and total > BATCH_BYTES:
+            break
+        batch.append(block)
+    return batch

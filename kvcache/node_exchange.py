@@ -391,8 +391,9 @@ class Exchange:
         self.pulled_blocks += pulled.blocks
         self.pulled_bytes += pulled.bytes
         self.bandwidths.measured(worker, pulled.bytes, pulled.seconds)
-        if pulled.failure:
+        if pulled.failure == "deadline" or "Error" in pulled.failure:  # no want of blocks or of room: those are no path's
             self.bandwidths.failed(worker)
+        if pulled.failure:
             log.info("a chain of KV came in part", source=worker, blocks=pulled.blocks, reason=pulled.failure)
         return KvPulled(blocks=pulled.blocks, bytes=pulled.bytes, chains=1, failure=pulled.failure)
 

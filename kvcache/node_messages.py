@@ -310,14 +310,8 @@ class Blocks(msgspec.Struct, frozen=True, kw_only=True, tag="blocks"):
     blocks: tuple[Block, ...] = ()
 
 
-class Closed(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
-    """The source says no more."""
-
-    reason: str
-
-
 ToSource = Open | Fetch
-ToTarget = Opened | Blocks | Closed
+ToTarget = Opened | Blocks
 
 
 # ------------------------------------------------------------------------------------------------------------- frames

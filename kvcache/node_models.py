@@ -64,6 +64,10 @@ class KnownModels:
             except DecodeError as error:
                 log.warning("the list of known models is unreadable and begun anew", error=str(error))
 
+    def keep_nowhere(self) -> None:
+        """The directory is none of ours."""
+        self._path = None
+
     def note(self, weights_hash: str, signature: KvSignature, model_hash: str, codec: str) -> bool:
         """Whether that was news."""
         key = (weights_hash, signature)

@@ -65,6 +65,8 @@ QUESTIONS_MAX = 256
 """Of one connection, not answered yet."""
 ROOM_S_MAX = 0.5
 """How long a writer waits for room; its blocks are not kept then."""
+READ_S_MAX = 10.0
+"""From a question for blocks to their being in memory. A disk that hangs must not keep connections that nobody waits at."""
 SCRATCH_BYTES = 256 * 1024
 
 log = structlog.get_logger(__name__)
@@ -94,7 +96,7 @@ class Answers(Protocol):
     async def pull(self, kv_signature: str, source: str, deadline_s: float) -> KvPulled:
         """Fetches a model's blocks from another node."""
 
-    def stats(self) -> KvStats:
+    async def stats(self) -> KvStats:
         """Counts and fill."""
 
 
@@ -259,7 +261,7 @@ class _Connection:
             case Pull():
                 self._ask(message.number, self._answers.pull(message.kv_signature, message.source, message.deadline_s))
             case AskStats():
-                self._ask(message.number, self._stats())
+                self._ask(message.number, self._answers.stats())
             case _:
                 assert_never(message)
 
@@ -271,7 +273,8 @@ class _Connection:
         size = identity.signature.block_bytes
         if len(hashes) * size > BODY_BYTES_MAX:
             raise DecodeError("more blocks than a frame takes")
-        blocks = await self._tiers.acquire(identity, hashes, replica=self._replica)
+        async with asyncio.timeout(READ_S_MAX):
+            blocks = await self._tiers.acquire(identity, hashes, replica=self._replica)
         try:
             found = Found(
                 number=message.number, blocks=len(blocks), checksums=b"".join([block.checksums for block in blocks])
@@ -332,9 +335,6 @@ class _Connection:
     async def _prepared(self, identity: KvIdentity, hashes: Sequence[bytes], message: Prepare) -> Prepared:
         blocks = await self._answers.prepare(identity, hashes, self._engine, message)
         return Prepared(number=message.number, blocks=blocks)
-
-    async def _stats(self) -> KvStats:
-        return self._answers.stats()
 
     def _ask(self, number: int, answer: Awaitable[Any]) -> None:
         self._questions += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,20 +19,21 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from kvcache.core.holdings import Held, Holdings
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.host_tier import HostBlock, HostTier, pages_of
-from kvcache.node_disk import DiskThreads
+from kvcache.node_disk import BATCH_BYTES as BATCH_BYTES
+from kvcache.node_disk import DiskThreads, Use, one_batch
 from kvcache.node_settings import NodeSettings
 from kvcache.store import KvStore, Refusal
 from subjects.ids import ReplicaId
 from subjects.messages import KvTier
 
-BATCH_BYTES = 16 * 1024 * 1024
-"""Raw bytes that go to or come from disk at once."""
 DISK_RETRY_S = 30.0
 """A disk that refused is tried again after that long."""
 HOT_RETRY_S = 5.0
 ROOM_TRIES_MAX = 3
 TOLD_S = 2.0
 """A block that is read so soon after a request's use was told is not used again by it."""
+USES_MAX = 4096
+"""Uses that wait for the store, a quarter of a second long; of more the earliest are forgotten."""
 FREE_SHARE = 0.03
 """Of the arena that is kept free, so that writers seldom wait."""
 
@@ -49,18 +51,6 @@ class Keeper(Protocol):
         """A running chain of requests needs it: not dropped while it lies nowhere else."""
 
 
-class KeepNothing:
-    """No policy."""
-
-    def pinned(self, block: HostBlock) -> bool:
-        """Nothing is."""
-        return False
-
-    def needed(self, block: HostBlock) -> bool:
-        """Nothing is."""
-        return False
-
-
 @dataclass(slots=True)
 class TierCounts:
     """Blocks since the start."""
@@ -70,10 +60,6 @@ class TierCounts:
     written: int = 0
     refused: int = 0
     corrupt: int = 0
-    read_bytes: int = 0
-    """From disk."""
-    read_s: float = 0.0
-    """That reading them took."""
     of_model: dict[str, list[int]] = field(default_factory=dict)
     """Hits and misses by ``KvSignature.model``."""
 
@@ -87,29 +73,31 @@ class Tiers:
         host: HostTier,
         store: KvStore | None,
         *,
-        take_gone: Callable[[], list[bytes]] = list,
-        holdings: Holdings | None = None,
-        keeper: Keeper | None = None,
-        on_disk_refused: Callable[[Refusal], None] = lambda refusal: None,
-        on_memory_wrong: Callable[[], None] = lambda: None,
-        on_read: Callable[[int, float], None] = lambda size, seconds: None,
+        take_gone: Callable[[], list[bytes]],
+        holdings: Holdings,
+        keeper: Keeper,
+        on_disk_refused: Callable[[Refusal], None],
+        on_memory_wrong: Callable[[], None],
+        on_read: Callable[[int, float], None],
     ) -> None:
         self.host = host
         self.store = store
         self._disk = DiskThreads(store) if store is not None else None
         self._take_gone = take_gone
-        self.holdings = holdings if holdings is not None else Holdings()
+        self.holdings = holdings
         self.counts = TierCounts()
         self.codec_of: dict[str, str] = {}
         """By ``KvSignature.model``."""
         self.disk_state = ""
         """Empty while the disk is used or none is wanted, else why it is not."""
         self._settings = settings
-        self._keeper: Keeper = keeper or KeepNothing()
+        self._keeper = keeper
         self._on_disk_refused = on_disk_refused
         self._on_memory_wrong = on_memory_wrong
         self._on_read = on_read
         self._dirty: dict[bytes, HostBlock] = {}
+        self._uses: deque[Use] = deque(maxlen=USES_MAX)
+        """That the store is to hear of: it may be at the disk, which the event loop does not wait for."""
         self._disk_rests_until_s = 0.0
         self._promoting: dict[bytes, asyncio.Event] = {}
         self._room = asyncio.Lock()
@@ -161,10 +149,7 @@ class Tiers:
                 tries += 1
                 if self.store is None or tries > ROOM_TRIES_MAX:
                     break
-                busy = self._promoting.get(prefix + hashes[at])
-                if busy is not None:
-                    await busy.wait()
-                elif not await self._whole(self._promote(identity, hashes[at:])):
+                if not await self._whole(self._promote(identity, hashes[at:])):
                     break
         except BaseException:
             self.release(found)
@@ -194,7 +179,7 @@ class Tiers:
         for hash in hashes:
             self.holdings.used(prefix + hash, now_s, replica)
         if self.store is not None:
-            self.store.touch(identity, hashes, time.time())
+            self._uses.append((identity, hashes, time.time()))
 
     async def stored(self, identity: KvIdentity, hash: bytes) -> tuple[memoryview, str] | None:
         """A block's payload as it lies on disk, verified, and its codec; None where it is not there (any more)."""
@@ -256,15 +241,17 @@ class Tiers:
             for block in victims:
                 if block.on_disk:
                     self._forget(block)
-            if dirty:
-                await self._demote(dirty)
-            for block in dirty:
-                if block.gone:
-                    continue
-                if block.on_disk or not self._keeper.needed(block):
-                    self._forget(block)
-                else:
-                    self.host.stay(block, self.now_s())
+            try:
+                if dirty:
+                    await self._demote(dirty)
+            finally:  # whatever the disk does, none stays that no order knows
+                for block in dirty:
+                    if block.gone:
+                        continue
+                    if block.on_disk or not self._keeper.needed(block):
+                        self._forget(block)
+                    else:
+                        self.host.stay(block, self.now_s())
             return self.host.bytes_free >= wanted_bytes
 
     # ---- going
@@ -272,11 +259,14 @@ class Tiers:
     async def tend(self) -> None:
         """What is due by now: settled blocks are written, some memory is kept free, the store drops what was idle."""
         now_s = self.now_s()
-        if self.store is not None:
+        if self.store is not None and self._disk is not None:
+            uses = list(self._uses)
+            self._uses.clear()
+            await self._write(self._disk.touch, uses)
             settled = [block for block in self._dirty.values() if now_s - block.arrived_s >= self._settings.settle_s]
             await self._demote(settled)
             await self._write(self.store.sweep, time.time())
-            self.reconcile()
+            await self._reconcile()
         for block in self.host.idle(now_s, self._keeper.pinned):
             if self._keeper.needed(block) and not block.on_disk:
                 self.host.stay(block, now_s)
@@ -355,19 +345,20 @@ class Tiers:
                 if parent is not None:
                     size = identity.signature.block_bytes
                     self.holdings.came(identity, hash, parent, tier=KvTier.DISK, size=size, now_s=0.0)
-        self.reconcile()
 
-    def reconcile(self) -> None:
-        """Blocks that the store dropped by itself are no longer believed to be there."""
-        if self.store is None:
+    async def _reconcile(self) -> None:
+        """Blocks that the store dropped by itself are no longer believed to be there.
+
+        Looked for by the thread that writes, so that no later write of such a block is taken back.
+        """
+        gone = [held for key in self._take_gone() if (held := self.holdings.get(key)) is not None and held.disk]
+        if not gone or self._disk is None:
             return
-        for key in self._take_gone():
-            held = self.holdings.get(key)
-            if held is not None and held.disk and not self.store.leading(held.identity, [held.hash]):
-                self.holdings.left(key, KvTier.DISK)
-                block = self.host.find(key)
-                if block is not None:
-                    block.on_disk = False
+        for held in await self._write(self._disk.gone, gone):
+            self.holdings.left(held.key, KvTier.DISK)
+            block = self.host.find(held.key)
+            if block is not None:
+                block.on_disk = False
 
     async def close(self) -> None:
         """Ends the threads and closes the store."""
@@ -395,43 +386,50 @@ class Tiers:
     async def _write(self, call: Callable[[*Ts], T], *arguments: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writer, call, *arguments)
 
-    async def _promote(self, identity: KvIdentity, hashes: Sequence[bytes]) -> int:
-        """Reads leading blocks from disk into memory, as many as one batch takes; returns how many came."""
-        assert self.store is not None and self._disk is not None
+    async def _promote(self, identity: KvIdentity, hashes: Sequence[bytes]) -> bool:
+        """Reads leading blocks from disk into memory, as many as one batch takes; whether the first may be there now."""
+        assert self._disk is not None
+        loop = asyncio.get_running_loop()
         size = identity.signature.block_bytes
-        forms = self.store.forms(identity, hashes[: max(1, BATCH_BYTES // size)])
         prefix = identity.key
-        arrived = asyncio.Event()
+        first = prefix + hashes[0]
+        busy = self._promoting.get(first)
+        if busy is not None:
+            await busy.wait()
+            return True
+        arrived = self._promoting[first] = asyncio.Event()
         rooms: list[HostBlock] = []
-        for hash in hashes[: len(forms)]:
-            if self.host.find(prefix + hash) is not None or prefix + hash in self._promoting:
-                break
-            parent = self.store.parent(identity, hash)
-            block = await self.reserve(identity, hash, parent or b"") if parent is not None else None
-            if block is None:
-                break
-            self._promoting[prefix + hash] = arrived
-            rooms.append(block)
         came = 0
         try:
+            some = hashes[: max(1, BATCH_BYTES // size)]
+            found = await loop.run_in_executor(self._readers, self._disk.look, identity, some)
+            for hash, (parent, _) in zip(some, found, strict=False):
+                key = prefix + hash
+                if self.host.find(key) is not None or self._promoting.get(key, arrived) is not arrived:
+                    break
+                block = await self.reserve(identity, hash, parent)
+                if block is None:
+                    break
+                self._promoting[key] = arrived
+                rooms.append(block)
             if rooms:
                 begin_s = self.now_s()
-                sums = await asyncio.get_running_loop().run_in_executor(
-                    self._readers, self._disk.read, self.host, identity, rooms, forms
-                )
+                forms = [form for _, form in found]
+                sums = await loop.run_in_executor(self._readers, self._disk.read, self.host, identity, rooms, forms)
                 for block, sum_ in zip(rooms, sums, strict=False):
                     self.keep(block, sum_, on_disk=True)
                     self.holdings.came(identity, block.hash, block.parent, tier=KvTier.DISK, size=size, now_s=self.now_s())
                     came += 1
                 self._on_read(came * size, self.now_s() - begin_s)
         finally:
-            for block in rooms:
-                self._promoting.pop(block.key, None)
+            for key in (first, *(block.key for block in rooms)):
+                self._promoting.pop(key, None)
             for block in rooms[came:]:
                 self.host.abandon(block)
             arrived.set()
-        self.reconcile()  # what did not verify is no longer in the store
-        return came
+        if came < len(rooms) or not found:  # what did not verify is no longer in the store
+            await self._reconcile()
+        return self.host.find(first) is not None
 
     async def _demote(self, blocks: Sequence[HostBlock]) -> None:
         """Writes dirty blocks to disk, as far as it takes them."""
@@ -441,8 +439,9 @@ class Tiers:
         while waiting and self.now_s() >= self._disk_rests_until_s:
             async with self._demoting:
                 waiting = [block for block in waiting if not block.on_disk and not block.gone]
-                batch = _one_batch(waiting)
-                waiting = [block for block in waiting if block not in batch]
+                batch = one_batch(waiting)
+                chosen = set(batch)
+                waiting = [block for block in waiting if block not in chosen]
                 await self._whole(self._demote_batch(batch))
 
     async def _demote_batch(self, batch: Sequence[HostBlock]) -> None:
@@ -477,7 +476,7 @@ class Tiers:
                 size=block.size,
                 now_s=held.used_s if held is not None else now_s,
             )
-        self.reconcile()
+        await self._reconcile()
         if refusal is None:
             self.disk_state = ""
             return
@@ -491,20 +490,3 @@ class Tiers:
         self.disk_state = refusal.value
         self._disk_rests_until_s = self.now_s() + (HOT_RETRY_S if refusal is Refusal.HOT else DISK_RETRY_S)
         self._on_disk_refused(refusal)
-
-
-def _one_batch(blocks: Sequence[HostBlock]) -> list[HostBlock]:
-    """Blocks of the first one's identity, of together at most a batch's bytes."""
-    if not blocks:
-        return []
-    identity_key = blocks[0].identity.key
-    batch: list[HostBlock] = []
-    total = 0
-    for block in blocks:
-        if block.identity.key != identity_key:
-            continue
-        total += block.size
-        if batch and total > BATCH_BYTES:
-            break
-        batch.append(block)
-    return batch

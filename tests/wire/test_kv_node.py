@@ -194,6 +194,21 @@ async def test_a_directory_that_is_used_or_refused(tmp_path: Path) -> None:
     assert first.stop() == 0
 
 
+async def test_nothing_is_written_into_a_directory_of_others(tmp_path: Path) -> None:
+    """A directory that is open to others and holds what is not a node's stays as it is."""
+    (tmp_path / "store").mkdir(mode=0o755)
+    (tmp_path / "store" / "thesis.txt").write_text("x")
+    process = NodeProcess(tmp_path, "guest", disk=True)
+    client, questions = process.client(), process.questions()
+    hashes = chain(1, 3)
+    assert await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE) == 3
+    assert "thesis.txt" in (await questions.stats()).disk_state
+    client.close()
+    await questions.close()
+    assert process.stop() == 0
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["thesis.txt"]
+
+
 def test_a_frozen_node_costs_a_bounded_wait(node: NodeProcess) -> None:
     """SIGSTOP: a call ends after its timeout, the next ones at once, and all is well after SIGCONT."""
     client = node.client(timeout_s=0.3)

@@ -8,13 +8,17 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvcache.core.identity import KvIdentity, spans_of
-from kvcache.node_messages import Closed, Open, frame
+from kvcache.data_bytes import send_all
+from kvcache.data_pull import Pulled
+from kvcache.node import Node
+from kvcache.node_messages import Blocks, Open, frame
 from profiles.blocks import chain_hashes
 from subjects import names
 from subjects.bus import BusMessage
@@ -306,7 +310,7 @@ async def test_only_the_token_of_this_chain_opens_it(pair: Pair, bus: NatsBus) -
         msgspec.structs.replace(right_one, identity=b"x" * 16),
         msgspec.structs.replace(right_one, token=b""),
     ]
-    nonsense = [b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n", frame(Closed(reason="x")), frame(wrong[0], 5), b"\x00" * 8]
+    nonsense = [b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n", frame(Blocks()), frame(wrong[0], 5), b"\x00" * 8]
     answers = await asyncio.gather(
         *(asyncio.to_thread(_open, offer.address, data) for data in [*map(frame, wrong), *nonsense])
     )
@@ -320,6 +324,53 @@ def _open_and_see(address: str, data: bytes) -> bytes:
     with socket.create_connection((host, int(port)), timeout=5) as sock:
         sock.sendall(data)
         return sock.recv(65536)
+
+
+def test_a_target_that_takes_too_little_is_given_up() -> None:
+    """Whoever reads a byte now and then holds neither a thread nor pages of the source for longer than its bound (E5)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = socket.create_connection(server.getsockname())
+        source, _ = server.accept()
+    with source, target:
+        end_s = time.monotonic() + 0.3
+
+        def trickle() -> None:
+            while target.recv(1 << 17):
+                time.sleep(0.02)
+
+        reader = Thread(target=trickle)
+        reader.start()
+        with pytest.raises(TimeoutError):
+            send_all(source, [memoryview(bytes(64 << 20))], end_s)
+        source.shutdown(socket.SHUT_RDWR)
+        reader.join()
+
+
+def test_others_are_told_an_address_of_ipv6_in_brackets(tmp_path: Path) -> None:
+    """What a node tells of its data path is what others can connect to."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    process = NodeProcess(tmp_path, "six-1", data_host="::1")
+    assert process.data.startswith("[::1]:") and process.stop() == 0
+
+
+async def test_only_what_a_path_is_to_blame_for_makes_it_slow(tmp_path: Path) -> None:
+    """A source without some blocks, or a target without room, says nothing of the bytes per second between them (KVC-4)."""
+    node = Node(NodeProcess(tmp_path, "alone-1", start=False).settings)
+    source = WorkerId("source-1")
+    failures = ["no room in host memory", "the source no longer has all of it", "deadline", "EOFError: gone"]
+
+    async def pull(offer: KvOffer, end_s: float, **_: Any) -> Pulled:
+        return Pulled(failure=offer.address)
+
+    node.exchange.puller.pull = pull  # type: ignore[method-assign]
+    speeds = [node.exchange.bandwidths.bytes_per_s(source)]
+    for failure in failures:
+        await node.exchange._pull(KvOffer(address=failure), source, time.monotonic() + 1)
+        speeds.append(node.exchange.bandwidths.bytes_per_s(source))
+    assert [speed / speeds[0] for speed in speeds] == [1.0, 1.0, 1.0, 0.5, 0.25]
 
 
 async def test_a_token_expires(shared_nats_server: NatsServer, bus: NatsBus, tmp_path: Path) -> None:

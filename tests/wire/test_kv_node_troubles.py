@@ -8,15 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from redis import Redis
 
 from kvcache.client import KvNode
+from kvcache.node import TEND_S, Node
 from kvcache.node_messages import KvUse
 from subjects import names
 from subjects.codec import decode
@@ -106,6 +110,64 @@ async def test_a_spent_write_budget_is_told_and_memory_goes_on(shared_nats_serve
     await questions.close()
     await subscription.stop()
     await bus.close()
+    assert process.stop() == 0
+
+
+async def test_a_disk_that_hangs_holds_up_nothing_in_memory(tmp_path: Path) -> None:
+    """While the store waits for its disk, blocks in memory come and go, and counts are told: the disk is silent (E5)."""
+    settings = NodeProcess(tmp_path, "hangs-1", disk=True, start=False).settings
+    node = Node(settings)
+    await node.open(alone=True)
+    assert node.tiers.store is not None
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hold(lock: AbstractContextManager[Any]) -> None:
+        with lock:
+            hangs.set()
+            goes_on.wait(60)
+
+    holding = threading.Thread(target=hold, args=(node.tiers.store._rooms.lock,))
+    holding.start()
+    process = NodeProcess(tmp_path, "hangs-1", start=False)
+    client, questions = process.client(timeout_s=2.0), process.questions()
+    try:
+        await asyncio.to_thread(hangs.wait)
+        hashes = chain(1, 6)
+        assert await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE) == 6
+        await asyncio.to_thread(client.used, SALT, hashes, USE)
+        await asyncio.sleep(2 * settings.settle_s + TEND_S)  # they are to be written by now
+        assert await questions.prepare(SALT, hashes, deadline_s=1.0, prefill_tokens_per_s=0.0, use=USE) == 6
+        into = room(6)
+        assert await asyncio.to_thread(client.read, SALT, hashes, into) == 6 and right(into, hashes, 6)
+        stats = await questions.stats(timeout_s=5.0)
+        assert (stats.host.blocks, stats.disk_state) == (6, "silent")
+    finally:
+        goes_on.set()
+        holding.join()
+    await on_disk(questions, 6)
+    assert (await questions.stats()).disk_state == ""
+    client.close()
+    await questions.close()
+    await node.close()
+
+
+async def test_readers_of_one_prefix_on_disk_all_get_it(tmp_path: Path) -> None:
+    """Whoever asks while another reads the same blocks from disk waits for them, and does not go without."""
+    process = NodeProcess(tmp_path, "crowd-1", disk=True)
+    hashes = chain(1, 40)
+    client = process.client()
+    await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE)
+    client.close()
+    assert process.stop() == 0
+    process.start()
+    clients = [process.client(f"replica-{number}") for number in range(8)]
+    into = [room(40) for _ in clients]
+    found = await asyncio.gather(
+        *(asyncio.to_thread(one.read, SALT, hashes, some) for one, some in zip(clients, into, strict=True))
+    )
+    assert found == [40] * 8 and all(right(some, hashes, 40) for some in into)
+    for one in clients:
+        one.close()
     assert process.stop() == 0
 
 
