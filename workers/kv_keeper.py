@@ -8,6 +8,7 @@ the lifeline, a note in the state directory is for the sweep of the next agent.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -297,9 +298,10 @@ class KvKeeper:
 def _socket_path(state_dir: Path, worker: WorkerId) -> str:
     """Below the state directory, or in a directory of our own in the temporary one where that path is too long."""
     for old in state_dir.glob("*.kv"):
-        # Sockets of agents that were killed; one where somebody listens is another agent's.
+        # Sockets of agents that were killed; one where somebody listens is another's, even if it takes nobody.
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(str(old)) != 0:
+            probe.setblocking(False)
+            if probe.connect_ex(str(old)) == errno.ECONNREFUSED:
                 old.unlink(missing_ok=True)
     path = str((state_dir / f"{worker}.kv").absolute())
     if len(os.fsencode(path)) <= SOCKET_BYTES_MAX:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -140,6 +142,24 @@ async def test_a_node_without_a_word_is_killed(tmp_path: Path, monkeypatch: pyte
         await keeper.stop()
     assert told[0] == KvReport(running=False, note="it was ended by SIGKILL")
     assert all(gone(popen.pid) for popen in begun)
+
+
+def test_only_sockets_that_nobody_listens_at_are_cleared_away(tmp_path: Path) -> None:
+    """That of a killed agent's node goes; that of another agent's stays, though its node is frozen and takes nobody (D8)."""
+    dead, frozen = tmp_path / "dead.kv", tmp_path / "frozen.kv"
+    with contextlib.ExitStack() as stack:
+        listeners = {path: stack.enter_context(socket.socket(socket.AF_UNIX)) for path in (dead, frozen)}
+        for path, listener in listeners.items():
+            listener.bind(str(path))
+            listener.listen(0)
+        listeners[dead].close()
+        while True:
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            if client.connect_ex(str(frozen)):
+                break
+        assert kv_keeper._socket_path(tmp_path, WorkerId("w")) == str(tmp_path / "w.kv")
+        assert (dead.exists(), frozen.exists()) == (False, True)
 
 
 async def test_a_killed_agent_leaves_no_node(desk: KvDesk) -> None:
