@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -309,6 +310,14 @@ def test_parameters_survive_the_way_through_vllm() -> None:
     assert KvRequest.of("x") is None
     with pytest.raises(DecodeError):
         KvRequest.of({"carpool": {"ready": []}})
+
+
+def test_orders_and_news_cross_processes() -> None:
+    """vLLM pickles them between its scheduler and workers that are processes of their own."""
+    load = LoadBlocks("r", SALT, (b"h",), (1,), 1.0)
+    orders = StepOrders(loads=[load], saves=[SaveBlocks(SALT, b"", 0, (b"h",), (1,), USE)], used=[TellUsed(SALT, (), USE)])
+    news = StepNews(loaded={"r": 1}, lost=[b"h"], away=True)
+    assert pickle.loads(pickle.dumps((orders, news))) == (orders, news)
 
 
 # -------------------------------------------------------------------------------------------------- the worker's half
