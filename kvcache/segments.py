@@ -320,10 +320,13 @@ class SegmentFiles:
     def read_small(self, name: str, bytes_max: int) -> bytes | None:
         """A small file beside the segments; ``None`` where there is none."""
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+            # Without O_NONBLOCK the opening of a pipe would wait for somebody who writes to it.
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)
         except FileNotFoundError:
             return None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a file")
             data = os.read(fd, bytes_max)
             self.read_bytes += len(data)
             return data

@@ -597,6 +597,13 @@ def test_a_budget_file_that_cannot_be_read_counts_as_used_up(tmp_path: Path) -> 
         assert store.put(WHO, chain(2), NOW_S + 3600).kept == 2
 
 
+def test_a_pipe_in_the_place_of_the_budget_file_holds_nobody_up(tmp_path: Path) -> None:
+    """Opening one waits for whoever writes to it; this one counts as a file that cannot be read."""
+    os.mkfifo(tmp_path / "written.budget")
+    with contextlib.closing(opened(tmp_path, per_day=10**9)) as store:
+        assert kinds(store) == ["budget_file"]
+
+
 class FirstWrittenFirst:
     """A policy of another kind: in order of arrival, but nothing of one name."""
 
