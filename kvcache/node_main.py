@@ -21,7 +21,7 @@ from kvcache.node import Node
 from kvcache.node_settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
 from kvcache.segments import StoreLocked
 from subjects.bus import Bus
-from subjects.errors import CarpoolError
+from subjects.errors import CarpoolError, place_of
 from subjects.tasks import end_tasks
 
 EXIT_SETTINGS = 2
@@ -79,6 +79,8 @@ async def _join(node: Node) -> Bus | None:
             node.share(module.RedisIndex(redis_url, node.name, on_lost=node.policy.all_shared))
     except CarpoolError as error:
         log.error("the KV node goes without others", error=str(error))
+    except Exception as error:  # a client that is not installed, for one: its host is served all the same
+        log.error("the KV node goes without others", error=place_of(error))
     return bus
 
 

@@ -32,8 +32,8 @@ HOT_RETRY_S = 5.0
 ROOM_TRIES_MAX = 3
 TOLD_S = 2.0
 """A block that is read so soon after a request's use was told is not used again by it."""
-USES_MAX = 4096
-"""Uses that wait for the store, a quarter of a second long; of more the earliest are forgotten."""
+USES_MAX = 256
+"""Uses that wait for the store, a quarter of a second long, half a megabyte each at most; the earliest go first."""
 FREE_SHARE = 0.03
 """Of the arena that is kept free, so that writers seldom wait."""
 
@@ -304,7 +304,12 @@ class Tiers:
                 block = self.host.find(held.key)
                 if block is not None:
                     host_bytes += len(block.slots) * PAGE_BYTES
-            return host_bytes, await self._drop(leaving), len(leaving)
+            disk_bytes, blocks = await self._drop(leaving), len(leaving)
+            if ratio >= 1.0 and self.store is not None:
+                # Also what the store has and nothing here knows of, such as the end of a batch whose beginning left at once.
+                more = await self._write(self.store.evict, model, 1.0)
+                disk_bytes, blocks = disk_bytes + more.bytes, blocks + more.blocks
+            return host_bytes, disk_bytes, blocks
 
     async def _drop(self, leaving: Sequence[Held]) -> int:
         """Out of both tiers; bytes on disk that came free. While ``_demoting`` is held."""

@@ -17,17 +17,22 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from redis import Redis
 
 from kvcache.client import KvNode
+from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.node import TEND_S, Node
+from kvcache.node_main import _join
 from kvcache.node_messages import KvUse
+from kvcache.node_settings import REDIS_VARIABLE
+from kvcache.store import StoredBlock
 from subjects import names
 from subjects.codec import decode
 from subjects.messages import Alert
 from subjects.nats_bus import NatsBus
 from tests.servers import NatsServer, ValkeyServer
-from tests.wire.kv_nodes import MODEL_HASH, SALT, USE, NodeProcess, chain, right, room, rows
+from tests.wire.kv_nodes import MODEL_HASH, SALT, SIGNATURE, USE, WEIGHTS_HASH, NodeProcess, chain, right, room, row, rows
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
@@ -149,6 +154,32 @@ async def test_a_disk_that_hangs_holds_up_nothing_in_memory(tmp_path: Path) -> N
     client.close()
     await questions.close()
     await node.close()
+
+
+async def test_evicting_all_leaves_nothing_that_only_the_store_knows(tmp_path: Path) -> None:
+    """``evict`` of all is exact for the disk, also for blocks that the node lost sight of (issue D 5)."""
+    node = Node(NodeProcess(tmp_path, "exact-1", disk=True, start=False).settings)
+    await node.open(alone=True)
+    store = node.tiers.store
+    assert store is not None
+    identity = KvIdentity(weights_hash=WEIGHTS_HASH, signature=SIGNATURE, salt=SALT)
+    (hash,) = chain(1, 1)
+    stored = StoredBlock(hash, b"", [memoryview(row(hash))])
+    assert store.put(identity, [stored], time.time()).kept == 1 and len(node.tiers.holdings) == 0
+    assert (await node.evict("tests", 0.5)).blocks == 0 and store.stats().blocks == 1
+    evicted = await node.evict("tests", 1.0)
+    assert (evicted.blocks, evicted.disk_bytes, store.stats().blocks) == (1, 2 * PAGE_BYTES, 0)
+    await node.close()
+
+
+async def test_a_client_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever keeps a node from its bus or from Redis is in its log, and its host is served."""
+    monkeypatch.setenv(REDIS_VARIABLE, "redis://:secret@127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "kvcache.redis_index", None)
+    node = Node(NodeProcess(tmp_path, "bare-1", start=False).settings)
+    with structlog.testing.capture_logs() as logs:
+        assert await _join(node) is None
+    assert [line["event"] for line in logs] == ["the KV node goes without others"] and "secret" not in str(logs)
 
 
 async def test_readers_of_one_prefix_on_disk_all_get_it(tmp_path: Path) -> None:
