@@ -36,7 +36,9 @@ ANSWER_S_MAX = 60.0
 ON_DISK_S_MAX = 30.0
 SETTLE_S = 6.0
 """After that a new block has been offered to the disk."""
-_SECOND_WORKER = ("worker", "--id", "second", "--device", "cpu:6GiB", "--threads", "1", "--kv-rate", "4MiB")
+_SECOND_WORKER = ("worker", "--id", "second", "--device", "cpu:6GiB", "--threads", "1")
+_SLOW_SOURCE = ("--kv-rate", "2MiB")
+"""So that a migration lasts some seconds, and its source can die meanwhile."""
 
 
 async def prove_faults(directory: Path, rng: random.Random, say: Say) -> Figures:
@@ -51,7 +53,9 @@ async def prove_faults(directory: Path, rng: random.Random, say: Say) -> Figures
     alerts: list[str] = []
     control_tally = Tally(lambda _line: None, right)
     services = services_of()
-    place_of = running_place(directory, tally, services, environment=disk.environment, more={"second": _SECOND_WORKER})
+    place_of = running_place(
+        directory, tally, services, *_SLOW_SOURCE, environment=disk.environment, more={"second": _SECOND_WORKER}
+    )
     async with place_of as place, _heard(place, alerts):
         table = Table(place, prompt, rng, disk)
         await table.start()
@@ -253,7 +257,7 @@ class Table:
         await self._place.ask("Redis thawed", self._prompt)
 
     async def _source_dies(self) -> None:
-        """The second worker pulls at 4 MiB a second when the first worker's node is killed."""
+        """The second worker pulls at 2 MiB a second when the first worker's node is killed."""
         (row,) = await self._place.until_ready(1)
         first = row["worker"]
         node = await self._place.until_node()
