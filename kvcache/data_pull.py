@@ -248,6 +248,8 @@ def _check(opened: Opened, hashes: Sequence[bytes], offer: KvOffer, expected: Se
         raise DecodeError("the chain is of another model, layout or tenant")
     if not hashes or len(hashes) != offer.blocks or hashes[-1] != offer.head:
         raise DecodeError("another chain than was offered")
+    if len(set(hashes)) != len(hashes):
+        raise DecodeError("a chain that names a block twice")
     if expected is not None and list(expected[: len(hashes)]) != list(hashes):
         raise DecodeError("the chain is not that of the prompt")
     if not 0 < signature.block_bytes <= BODY_BYTES_MAX or signature.block_size < 1:

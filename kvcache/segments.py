@@ -345,6 +345,7 @@ class SegmentFiles:
         finally:
             os.close(fd)
         os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        self.sync_directory()
 
     # Descriptors ------------------------------------------------------------
 

@@ -63,6 +63,8 @@ def kv_config(flags: Mapping[str, Any], *, directory: Path, redis_url: str) -> K
     data_host = str(flags.get("kv_data_host") or "127.0.0.1")
     if any(character.isspace() or character == "/" for character in data_host) or len(data_host) > 253:
         raise ConfigError(f"--kv-data-host {data_host!r}: give an address of this machine, such as 10.0.0.7")
+    if data_host in ("0.0.0.0", "::"):  # noqa: S104 - refused
+        raise ConfigError(f"--kv-data-host {data_host}: other nodes are told it; give one address, such as 10.0.0.7")
     return KvConfig(
         directory=(flags.get("kv_dir") or directory).absolute(),
         memory_bytes=memory_bytes,

@@ -587,6 +587,24 @@ def test_a_days_writes_are_bounded_over_restarts(tmp_path: Path) -> None:
         assert store.put(WHO, chain(60, of="more"), NOW_S + 8640.5).kept >= 50
 
 
+def test_a_small_file_is_on_the_disk_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of power gives no spent budget back: the directory is synced once the new file has its name."""
+    with contextlib.closing(opened(tmp_path)) as store:
+        done: list[str] = []
+
+        def told(name: str, call: Callable[..., None]) -> Callable[..., None]:
+            def one(*arguments: Any, **more: Any) -> None:
+                done.append(name)
+                call(*arguments, **more)
+
+            return one
+
+        for name in ("fdatasync", "rename", "fsync"):
+            monkeypatch.setattr(os, name, told(name, getattr(os, name)))
+        store._rooms.files.write_small("written.budget", b"{}")
+        assert done == ["fdatasync", "rename", "fsync"]
+
+
 def test_a_budget_file_that_cannot_be_read_counts_as_used_up(tmp_path: Path) -> None:
     """It is told; the store reads on, and the budget fills again in its own time."""
     with contextlib.closing(opened(tmp_path, per_day=10**9)) as store:

@@ -266,6 +266,7 @@ def test_flags_say_what_a_node_may_use() -> None:
         ({"kv_disk": "1MiB"}, "--kv-disk 1MiB: give at least 64MiB, or 0 for no disk"),
         ({"kv_write_budget": "-1"}, "--kv-write-budget: '-1' is not a size; write it like 4GiB or 512MiB"),
         ({"kv_rate": "fast"}, "--kv-rate: 'fast' is not a size; write it like 4GiB or 512MiB"),
+        ({"kv_data_host": "0.0.0.0"}, "--kv-data-host 0.0.0.0: other nodes are told it; give one address, such as 10.0.0.7"),
         ({"kv_data_host": "http://h"}, "--kv-data-host 'http://h': give an address of this machine, such as 10.0.0.7"),
     ],
 )

@@ -16,14 +16,14 @@ import pytest
 
 from kvcache.core.identity import KvIdentity, spans_of
 from kvcache.data_bytes import send_all
-from kvcache.data_pull import Pulled
+from kvcache.data_pull import Pulled, _check
 from kvcache.node import Node
-from kvcache.node_messages import Blocks, Open, frame
+from kvcache.node_messages import Blocks, Open, Opened, frame, joined
 from profiles.blocks import chain_hashes
 from subjects import names
 from subjects.bus import BusMessage
 from subjects.codec import decode, encode
-from subjects.errors import BusError
+from subjects.errors import BusError, DecodeError
 from subjects.ids import WorkerId
 from subjects.messages import KvAsk, KvIndexed, KvOffer, KvSnapshot, KvTier
 from subjects.nats_bus import NatsBus
@@ -344,6 +344,15 @@ def test_a_target_that_takes_too_little_is_given_up() -> None:
             send_all(source, [memoryview(bytes(64 << 20))], end_s)
         source.shutdown(socket.SHUT_RDWR)
         reader.join()
+
+
+def test_a_chain_that_names_a_block_twice_is_refused() -> None:
+    """No writer of ours makes a circle, and one would never leave a tier again (P2)."""
+    first, second = chain(1, 2)
+    offer = KvOffer(identity=IDENTITY.key, head=first, blocks=3)
+    hashes = [first, second, first]
+    with pytest.raises(DecodeError, match="twice"):
+        _check(Opened(identity=IDENTITY, hashes=joined(hashes)), hashes, offer, None)
 
 
 def test_others_are_told_an_address_of_ipv6_in_brackets(tmp_path: Path) -> None:
