@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
-from kvcache.core.holdings import Held, Holdings
+from kvcache.core.holdings import Held, Holdings, coldest
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.host_tier import HostBlock, HostTier, pages_of
 from kvcache.node_disk import BATCH_BYTES as BATCH_BYTES
@@ -34,6 +34,7 @@ TOLD_S = 2.0
 """A block that is read so soon after a request's use was told is not used again by it."""
 USES_MAX = 256
 """Uses that wait for the store, a quarter of a second long, half a megabyte each at most; the earliest go first."""
+DROPPED_AT_ONCE = 512
 FREE_SHARE = 0.03
 """Of the arena that is kept free, so that writers seldom wait."""
 
@@ -298,26 +299,29 @@ class Tiers:
 
     async def _evict(self, model: str, ratio: float) -> tuple[int, int, int]:
         async with self._demoting:  # what is on its way to disk would be there again
-            leaving = self.holdings.coldest(model, ratio)
-            host_bytes = 0
-            for held in leaving:
-                block = self.host.find(held.key)
-                if block is not None:
-                    host_bytes += len(block.slots) * PAGE_BYTES
-            disk_bytes, blocks = await self._drop(leaving), len(leaving)
+            # In a thread, and some at a time: of a million blocks the event loop would hear nobody for seconds.
+            mine = self.holdings.of_model(model)
+            leaving = await asyncio.get_running_loop().run_in_executor(self._readers, coldest, mine, ratio)
+            host_bytes = disk_bytes = blocks = 0
+            for start in range(0, len(leaving), DROPPED_AT_ONCE):
+                some = [held for held in leaving[start : start + DROPPED_AT_ONCE] if self.holdings.get(held.key) is held]
+                of_host, of_disk = await self._drop(some)
+                host_bytes, disk_bytes, blocks = host_bytes + of_host, disk_bytes + of_disk, blocks + len(some)
+                await asyncio.sleep(0)
             if ratio >= 1.0 and self.store is not None:
                 # Also what the store has and nothing here knows of, such as the end of a batch whose beginning left at once.
                 more = await self._write(self.store.evict, model, 1.0)
                 disk_bytes, blocks = disk_bytes + more.bytes, blocks + more.blocks
             return host_bytes, disk_bytes, blocks
 
-    async def _drop(self, leaving: Sequence[Held]) -> int:
-        """Out of both tiers; bytes on disk that came free. While ``_demoting`` is held."""
-        disk_bytes = 0
+    async def _drop(self, leaving: Sequence[Held]) -> tuple[int, int]:
+        """Out of both tiers; bytes in memory and on disk that come free. While ``_demoting`` is held."""
+        host_bytes = disk_bytes = 0
         by_identity: dict[bytes, list[Held]] = {}
         for held in leaving:
             block = self.host.find(held.key)
             if block is not None:
+                host_bytes += len(block.slots) * PAGE_BYTES
                 self._forget(block)
             if held.disk:
                 by_identity.setdefault(held.identity.key, []).append(held)
@@ -327,7 +331,7 @@ class Tiers:
                 disk_bytes += gone.bytes
             for held in some:
                 self.holdings.left(held.key, KvTier.DISK)
-        return disk_bytes
+        return host_bytes, disk_bytes
 
     async def corrupt(self, identity: KvIdentity, hash: bytes) -> None:
         """A block was not what it had been: it leaves both tiers and is computed again."""
@@ -345,10 +349,9 @@ class Tiers:
         if self.store is None:
             return
         for identity, hashes in self.store.held():
+            size = identity.signature.block_bytes
             for hash in hashes:
-                parent = self.store.parent(identity, hash)
-                if parent is not None:
-                    size = identity.signature.block_bytes
+                if (parent := self.store.parent(identity, hash)) is not None:
                     self.holdings.came(identity, hash, parent, tier=KvTier.DISK, size=size, now_s=0.0)
 
     async def _reconcile(self) -> None:

@@ -44,6 +44,12 @@ class Held:
         return self.identity.key + self.hash
 
 
+def coldest(blocks: Sequence[Held], ratio: float) -> list[Held]:
+    """This share of the blocks, those used longest ago first, of one moment the last of a chain first."""
+    count = len(blocks) if ratio >= 1.0 else round(len(blocks) * max(0.0, ratio))
+    return heapq.nsmallest(count, blocks, key=lambda block: (block.used_s, -block.depth, block.key))
+
+
 @dataclass(frozen=True, slots=True)
 class SpanNews:
     """What changed of one identity's spans."""
@@ -180,11 +186,9 @@ class Holdings:
             key for key, block in self._blocks.items() if not block.children and block.identity.signature.model == model
         )
 
-    def coldest(self, model: str, ratio: float) -> list[Held]:
-        """This share of a model's blocks, those used longest ago first, of one moment the last of a chain first."""
-        mine = [block for block in self._blocks.values() if block.identity.signature.model == model]
-        count = len(mine) if ratio >= 1.0 else round(len(mine) * max(0.0, ratio))
-        return heapq.nsmallest(count, mine, key=lambda block: (block.used_s, -block.depth, block.key))
+    def of_model(self, model: str) -> list[Held]:
+        """All blocks of a model (``KvSignature.model``)."""
+        return [block for block in self._blocks.values() if block.identity.signature.model == model]
 
     # ---- the index
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.core.eviction import EvictionOrder
-from kvcache.core.holdings import Holdings
+from kvcache.core.holdings import Holdings, coldest
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
 from kvcache.host_tier import HostBlock, HostTier, checksums_of
 from profiles.blocks import chain_hashes
@@ -114,9 +114,9 @@ def test_the_coldest_share_is_exact() -> None:
     for at in range(5):
         holdings.came(IDENTITY, hashes[at], hashes[at - 1] if at else b"", tier=KvTier.HOST, size=1, now_s=1.0)
     holdings.used(IDENTITY.key + hashes[4], 2.0)
-    assert [block.hash for block in holdings.coldest("m", 0.5)] == [hashes[3], hashes[2]]
-    assert len(holdings.coldest("m", 1.0)) == 5
-    assert holdings.coldest("m", 0.0) == [] and holdings.coldest("other", 1.0) == []
+    assert [block.hash for block in coldest(holdings.of_model("m"), 0.5)] == [hashes[3], hashes[2]]
+    assert len(coldest(holdings.of_model("m"), 1.0)) == 5
+    assert coldest(holdings.of_model("m"), 0.0) == [] == coldest(holdings.of_model("other"), 1.0)
 
 
 _PARENTS = {"a": "", "b": "a", "c": "b", "d": "c", "e": "b", "f": "e", "g": "d", "h": "g"}

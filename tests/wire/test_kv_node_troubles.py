@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ import pytest
 import structlog
 from redis import Redis
 
+import kvcache.node_tiers
 from kvcache.client import KvNode
+from kvcache.core.holdings import Held
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.node import TEND_S, Node
 from kvcache.node_main import _join
@@ -169,6 +171,29 @@ async def test_evicting_all_leaves_nothing_that_only_the_store_knows(tmp_path: P
     assert (await node.evict("tests", 0.5)).blocks == 0 and store.stats().blocks == 1
     evicted = await node.evict("tests", 1.0)
     assert (evicted.blocks, evicted.disk_bytes, store.stats().blocks) == (1, 2 * PAGE_BYTES, 0)
+    await node.close()
+
+
+async def test_evicting_many_blocks_lets_others_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``evict`` of a million blocks must not keep the node from its engines: some at a time, and all are counted."""
+    monkeypatch.setattr(kvcache.node_tiers, "DROPPED_AT_ONCE", 4)
+    process = NodeProcess(tmp_path, "many-1", disk=True, start=False)
+    node = Node(process.settings)
+    await node.open(alone=True)
+    client, hashes = process.client(), chain(1, 10)
+    assert await asyncio.to_thread(client.write, SALT, b"", hashes, rows(hashes), USE) == 10
+    at_once: list[int] = []
+    drop = node.tiers._drop
+
+    async def counted(leaving: Sequence[Held]) -> tuple[int, int]:
+        at_once.append(len(leaving))
+        return await drop(leaving)
+
+    monkeypatch.setattr(node.tiers, "_drop", counted)
+    evicted = await node.evict("tests", 1.0)
+    assert at_once == [4, 4, 2] and (evicted.blocks, evicted.host_bytes) == (10, 20 * PAGE_BYTES)
+    assert await asyncio.to_thread(client.read, SALT, hashes, room(10)) == 0
+    client.close()
     await node.close()
 
 
