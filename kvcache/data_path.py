@@ -197,6 +197,9 @@ class DataServer:
                 async with asyncio.timeout(IDLE_S_MAX):
                     fetch = await read_message(sock, ToSource)
                 await self._answer(sock, chain, fetch)
+        except LookupError as error:
+            self.refused += 1
+            log.info("a chain of KV was not opened", reason=str(error))
         except (DecodeError, ValueError) as error:
             self.refused += 1
             log.warning("a KV data connection was closed", reason=str(error))
@@ -210,10 +213,10 @@ class DataServer:
         if not isinstance(asked, Open) or not self._tokens.opens(asked, time.monotonic()):
             raise DecodeError("no valid token")
         if self._targets >= self._settings.data_connections_max:
-            raise DecodeError("too many transfers")
+            raise LookupError("too many transfers")
         chain = self._tiers.holdings.chain(asked.identity, asked.head, BLOCKS_MAX)
         if len(chain) != asked.blocks or not chain:
-            raise DecodeError("the chain is no longer here")
+            raise LookupError("it is no longer here")
         return chain
 
     async def _answer(self, sock: socket.socket, chain: Sequence[Held], fetch: object) -> None:

@@ -51,6 +51,10 @@ class Pulled:
     """That the transfer took."""
 
 
+class NotOpened(Exception):
+    """The source closed instead of telling the chain: it left the source meanwhile, or too many are pulling."""
+
+
 class Puller:
     """Pulls chains that were offered into this node's tiers."""
 
@@ -85,6 +89,8 @@ class Puller:
         try:
             async with self._at_once:
                 await self._pull(offer, end_s, expected, replica, result)
+        except NotOpened:
+            result.failure = "the source did not open the chain"
         except (OSError, EOFError, TimeoutError, DecodeError, ValueError) as error:
             result.failure = result.failure or f"{type(error).__name__}: {error}"
         return result
@@ -236,7 +242,10 @@ async def _open(sock: socket.socket, offer: KvOffer) -> Opened:
     await loop.sock_sendall(
         sock, frame(Open(identity=offer.identity, head=offer.head, blocks=offer.blocks, token=offer.token))
     )
-    opened = await read_message(sock, ToTarget)
+    try:
+        opened = await read_message(sock, ToTarget)
+    except EOFError:
+        raise NotOpened from None
     if not isinstance(opened, Opened):
         raise DecodeError("the source said something else")
     return opened

@@ -355,6 +355,26 @@ def test_a_chain_that_names_a_block_twice_is_refused() -> None:
         _check(Opened(identity=IDENTITY, hashes=joined(hashes)), hashes, offer, None)
 
 
+async def test_a_source_that_does_not_open_a_chain_is_no_broken_path(tmp_path: Path) -> None:
+    """A chain that left its source between offer and opening ends neither a migration nor the belief in the path (KVC-4)."""
+    node = Node(NodeProcess(tmp_path, "alone-2", start=False).settings)
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(8)
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    offer = KvOffer(identity=IDENTITY.key, head=chain(1, 1)[0], blocks=1, address=f"{host}:{port}", token=b"t")
+    source = WorkerId("source-1")
+    before = node.exchange.bandwidths.bytes_per_s(source)
+    pulled = await node.exchange._pull(offer, source, time.monotonic() + 5)
+    assert (pulled.failure, pulled.blocks) == ("the source did not open the chain", 0)
+    assert node.exchange.bandwidths.bytes_per_s(source) == before
+    server.close()
+    await server.wait_closed()
+
+
 def test_others_are_told_an_address_of_ipv6_in_brackets(tmp_path: Path) -> None:
     """What a node tells of its data path is what others can connect to."""
     try:
