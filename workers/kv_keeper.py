@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -48,6 +49,8 @@ END_GRACE_S = 3.0
 """What a node may take to end beyond the bound of its flush."""
 SOCKET_BYTES_MAX = 100
 """A Unix socket's path has room for 107."""
+REPORT_S_MAX = 3600.0
+"""No engine takes longer from its workers' report to its being read."""
 EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
 """As ``kvcache.node_main`` has them, which this process does not import: it brings the store along."""
@@ -86,6 +89,7 @@ class KvKeeper:
         self._forward = forward
         self._report = report
         self.socket_path = _socket_path(state_dir, worker)
+        self._apart = Path(self.socket_path).parent != state_dir.absolute()
         self._node = KvNode(self.socket_path)
         self._popen: subprocess.Popen[bytes] | None = None
         self._stderr: StderrTail | None = None
@@ -239,6 +243,9 @@ class KvKeeper:
             self._buried()
         with suppress(OSError):
             os.unlink(self.socket_path)
+        if self._apart:
+            with suppress(OSError):
+                os.rmdir(os.path.dirname(self.socket_path))
 
     # ---- asking
 
@@ -303,6 +310,11 @@ def _socket_path(state_dir: Path, worker: WorkerId) -> str:
             probe.setblocking(False)
             if probe.connect_ex(str(old)) == errno.ECONNREFUSED:
                 old.unlink(missing_ok=True)
+    for report in state_dir.glob("*.kv.*"):
+        # Of replicas that were killed while they loaded: beside their node's socket, younger ones may still be read.
+        with suppress(OSError):
+            if time.time() - report.stat().st_mtime > REPORT_S_MAX:
+                report.unlink()
     path = str((state_dir / f"{worker}.kv").absolute())
     if len(os.fsencode(path)) <= SOCKET_BYTES_MAX:
         return path

@@ -162,6 +162,16 @@ def test_only_sockets_that_nobody_listens_at_are_cleared_away(tmp_path: Path) ->
         assert (dead.exists(), frozen.exists()) == (False, True)
 
 
+def test_reports_of_engines_that_were_killed_are_cleared_away(tmp_path: Path) -> None:
+    """By the next agent: a replica that is killed while it loads leaves its own behind; one that loads now is left alone."""
+    old, young = tmp_path / "w.kv.replica-1.0", tmp_path / "w.kv.replica-2.0"
+    for report in (old, young):
+        report.write_bytes(b"{}")
+    os.utime(old, (0, 0))
+    kv_keeper._socket_path(tmp_path, WorkerId("w"))
+    assert list(tmp_path.iterdir()) == [young]
+
+
 async def test_a_killed_agent_leaves_no_node(desk: KvDesk) -> None:
     """kill -9 of the agent: its node ends by itself (D8, WRK-1)."""
     worker = await desk.start_kv()

@@ -240,15 +240,14 @@ async def test_a_refusal_is_no_absence(tmp_path: Path) -> None:
 
 
 async def test_a_report_of_the_workers_opens_it(tmp_path: Path) -> None:
-    """Without one, or with blocks that nobody else would name so, the engine goes without tiers; the directory it came in
-    is gone either way."""
+    """Without one, or with blocks that nobody else would name so, the engine goes without tiers; it is gone either way."""
     for block_size in (BLOCK, 2 * BLOCK, None):
-        reuse = KvReuse(spec(tmp_path))
+        reuse = KvReuse(spec(tmp_path, socket=str(tmp_path / "kv")))
         if block_size is not None:
             told_of = msgspec.structs.replace(SIGNATURE, block_size=block_size)
-            (reuse._directory / "signature.0").write_bytes(msgspec.json.encode(told_of))
+            Path(f"{reuse._report}.0").write_bytes(msgspec.json.encode(told_of))
         assert reuse.open() is (block_size == BLOCK)
-        assert not reuse._directory.exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
         await reuse.emptied()  # nobody listens: nothing happens
         await reuse.close()
 

@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +86,8 @@ class KvReuse:
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
         self._record = spec.record
-        self._directory = Path(tempfile.mkdtemp(prefix="carpool-kv-"))
+        # Beside the socket, where the next agent finds it if this process is killed before it was read.
+        self._report = f"{spec.kv_socket}.{spec.replica}"
         self._signatures: tuple[KvSignature, ...] = ()
         self._nodes: tuple[KvNode, ...] = ()
         self._looking: asyncio.Task[None] | None = None
@@ -116,7 +115,7 @@ class KvReuse:
             kv_signature=record.kv_signature,
             replica=self._spec.replica,
             codec=record.kv_codec,
-            report=str(self._directory / "signature"),
+            report=self._report,
         )
         transfer = KVTransferConfig(
             kv_connector=CONNECTOR_CLASS,
@@ -130,13 +129,12 @@ class KvReuse:
     def open(self) -> bool:
         """The engine is built: reads what its workers say of their tensors. False: it goes without tiers."""
         try:
-            reports = [self._directory / f"signature.{rank}" for rank in range(self._record.gpus)]
-            self._signatures = tuple(msgspec.json.decode(path.read_bytes(), type=KvSignature) for path in reports)
+            self._signatures = tuple(msgspec.json.decode(path.read_bytes(), type=KvSignature) for path in self._reports())
         except (OSError, msgspec.DecodeError) as error:
             log.warning("this engine goes without KV tiers", reason=f"no report of its workers: {place_of(error)}")
             return False
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._remove_reports()
         sizes = {signature.block_size for signature in self._signatures}
         if sizes != {self._record.block_size}:
             # The gateway and this module name blocks by the model's own size.
@@ -202,9 +200,18 @@ class KvReuse:
             await end_tasks([self._looking])
         for node in nodes:
             await node.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._remove_reports()
 
     # ------------------------------------------------------------------------------------------------------------ within
+
+    def _reports(self) -> list[Path]:
+        """One of each worker of the engine."""
+        return [Path(f"{self._report}.{rank}") for rank in range(self._record.gpus)]
+
+    def _remove_reports(self) -> None:
+        for path in self._reports():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     async def _ready(self, engine_input: Any, salt: bytes, use: KvUse) -> KvRequest | None:
         """None: this prompt uses no tiers."""
