@@ -1,7 +1,8 @@
 """vLLM on a GPU by ``AsyncLLM``, its engine in a process of its own. UNVERIFIED: written without a GPU at hand.
 
 What is shared with the CPU engine (render, derender, refusals, continuation) is verified there, and this class has run with
-vLLM's multi-process engine on a CPU; CUDA, tensor parallelism and memory sizing have not been seen to work.
+vLLM's multi-process engine on a CPU, of one process and of three shards, KV tiers included; CUDA and memory sizing have not
+been seen to work.
 
 vLLM's own process ends with this one: it watches its parent.
 """
