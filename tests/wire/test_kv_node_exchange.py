@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from kvcache.core.identity import KvIdentity, spans_of
 from kvcache.data_bytes import send_all
 from kvcache.data_pull import Pulled, _check
+from kvcache.errors import KvUnavailable
 from kvcache.node import Node
 from kvcache.node_messages import Blocks, Open, Opened, frame, joined
 from profiles.blocks import chain_hashes
@@ -93,18 +95,25 @@ async def prepared(node: NodeProcess, hashes: list[bytes], deadline_s: float = 5
 
 
 async def stats(node: NodeProcess) -> Any:
-    """A node's counts."""
-    questions = node.questions()
-    try:
-        return await questions.stats(timeout_s=10)
-    finally:
-        await questions.close()
+    """A node's counts; a machine that is busy with other tests may not let it answer at once."""
+    end_s = time.monotonic() + 20
+    while True:
+        questions = node.questions()
+        try:
+            return await questions.stats(timeout_s=10)
+        except KvUnavailable:
+            assert time.monotonic() < end_s
+        finally:
+            await questions.close()
 
 
 async def known(node: NodeProcess, hashes: list[bytes], blocks: int) -> None:
     """Waits until ``node`` has fetched what the index tells of another one."""
     end_s = time.monotonic() + 20
-    while await prepared(node, hashes) < blocks:
+    while True:
+        with suppress(KvUnavailable):  # as for ``stats``
+            if await prepared(node, hashes) >= blocks:
+                return
         assert time.monotonic() < end_s
         await asyncio.sleep(0.05)
 
