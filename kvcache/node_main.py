@@ -27,6 +27,7 @@ from subjects.tasks import end_tasks
 EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
 EXIT_LISTEN = 4
+_LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 log = structlog.get_logger(__name__)
 
@@ -90,18 +91,24 @@ def _stdin_told(stop: asyncio.Event) -> None:
         stop.set()
 
 
-def main() -> int:
-    """Reads the settings and serves."""
-    import uvloop
-
+def configure_logging() -> None:
+    """One JSON object per line on standard error, from the level of ``$CARPOOL_LOG_LEVEL`` on, else info."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.JSONRenderer(),
         ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LOG_LEVELS.get(os.environ.get("CARPOOL_LOG_LEVEL", ""), 20)),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def main() -> int:
+    """Reads the settings and serves."""
+    import uvloop
+
+    configure_logging()
     try:
         settings = msgspec.json.decode(sys.argv[1] if len(sys.argv) == 2 else "", type=NodeSettings)
     except msgspec.MsgspecError as error:

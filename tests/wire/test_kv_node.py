@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -365,6 +367,22 @@ def test_a_row_that_changed_on_its_way_is_not_given_to_the_engine(tmp_path: Path
         client.close()
         thread.join(10)
     assert hashes[1] in told[0]
+
+
+def test_a_node_logs_from_the_level_that_is_wanted() -> None:
+    """Info where nobody says otherwise: what it tries in vain every few seconds would fill the worker's log."""
+    code = "import structlog; from kvcache import node_main; node_main.configure_logging(); log = structlog.get_logger(); "
+    code += "[log.debug('a detail'), log.warning('a warning')]"
+    for level, told in (("", False), ("debug", True)):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "CARPOOL_LOG_LEVEL": level},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        assert ("a detail" in done.stderr, "a warning" in done.stderr) == (told, True)
 
 
 def _lie(listening: socket.socket, hashes: list[bytes], told: list[bytes]) -> None:
