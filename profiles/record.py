@@ -163,7 +163,7 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
                 shape,
                 kv_named,
                 weights_hash,
-                _computed_by(config, engine.options),
+                _computed_by(config, engine.options, "" if _takes_converted(service) or kv_named == dtype else dtype),
                 engine.block_size,
             ),
             _codec_of(service),
@@ -191,9 +191,14 @@ def _kv_named(option: str, dtype: str, tensors: Sequence[capacity.Tensor]) -> st
     return f"{name}_scaled" if any(tensor.name.endswith(_KV_SCALES) for tensor in tensors) else name
 
 
-def _computed_by(config: Mapping[str, Any], options: Mapping[str, str | int | float | bool]) -> Mapping[str, Any]:
-    """The configuration, and with it what else may change the numbers that an engine computes (P2)."""
+def _computed_by(
+    config: Mapping[str, Any], options: Mapping[str, str | int | float | bool], narrowed_from: str
+) -> Mapping[str, Any]:
+    """The configuration, and with it what else may change the numbers that an engine computes (P2): options, and the
+    precision that it computes in where its cache has another one."""
     more = {name: value for name, value in options.items() if name not in _OPTIONS_WITHOUT_KV}
+    if narrowed_from:
+        more["carpool.narrowed_from"] = narrowed_from
     return {**config, "carpool.engine_options": more} if more else config
 
 

@@ -65,6 +65,9 @@ def kv_config(flags: Mapping[str, Any], *, directory: Path, redis_url: str) -> K
         raise ConfigError(f"--kv-data-host {data_host!r}: give an address of this machine, such as 10.0.0.7")
     if data_host in ("0.0.0.0", "::"):  # noqa: S104 - refused
         raise ConfigError(f"--kv-data-host {data_host}: other nodes are told it; give one address, such as 10.0.0.7")
+    hot_s, idle_s = float(flags.get("kv_hot", 30.0)), float(flags.get("kv_idle", 600.0))
+    if idle_s < hot_s:
+        raise ConfigError(f"--kv-idle {idle_s:g}: what is deleted is not hot any more; give at least --kv-hot, {hot_s:g}")
     return KvConfig(
         directory=(flags.get("kv_dir") or directory).absolute(),
         memory_bytes=memory_bytes,
@@ -72,8 +75,8 @@ def kv_config(flags: Mapping[str, Any], *, directory: Path, redis_url: str) -> K
         write_bytes_per_day=_size("--kv-write-budget", flags.get("kv_write_budget") or "0"),
         data_host=data_host,
         rate_bytes_per_s=_size("--kv-rate", flags.get("kv_rate") or "0"),
-        hot_s=float(flags.get("kv_hot", 30.0)),
-        idle_s=float(flags.get("kv_idle", 600.0)),
+        hot_s=hot_s,
+        idle_s=idle_s,
         redis_url=redis_url,
     )
 
@@ -113,7 +116,7 @@ def disk_room(config: KvConfig) -> tuple[int, str]:
     try:
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(config.directory).free
-        own = sum(path.stat().st_blocks * 512 for path in config.directory.rglob("*") if path.is_file())
+        own = sum(_bytes_on_disk(path) for path in config.directory.iterdir())
     except OSError as error:
         return 0, f"no tier on disk: {config.directory}: {error.strerror or type(error).__name__}"
     room = own + int(free * (1 - DISK_LEFT_SHARE))
@@ -123,3 +126,11 @@ def disk_room(config: KvConfig) -> tuple[int, str]:
     if room < DISK_BYTES_MIN:
         return 0, f"no tier on disk: {where}"
     return room, f"the tier on disk is {room >> 20} MiB instead of {config.disk_bytes >> 20} MiB: {where}"
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """0 for what is gone meanwhile: another node may still be ending there."""
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0

@@ -425,8 +425,8 @@ def test_kv_of_another_form_or_another_computation_has_another_signature(tmp_pat
     """Bytes that mean something else are nobody else's KV, whatever the weights (P2); a parser of tools changes none."""
     make_tiny("a", tmp_path / "m", seed=1)
 
-    def signature(**options: str | float) -> str:
-        return record_of({"source": "m", "engine": {"options": options}}, tmp_path).kv_signature
+    def signature(dtype: str = "bfloat16", **options: str | float) -> str:
+        return record_of({"source": "m", "engine": {"dtype": dtype, "options": options}}, tmp_path).kv_signature
 
     plain = signature()
     assert signature(tool_call_parser="hermes") == plain
@@ -436,8 +436,9 @@ def test_kv_of_another_form_or_another_computation_has_another_signature(tmp_pat
         signature(kv_cache_dtype="nvfp4"),
         signature(quantization="fp8"),
         signature(rope_theta=5e5),
+        signature("float16", kv_cache_dtype="fp8"),
     ]
-    assert len({plain, *others}) == 6
+    assert len({plain, *others}) == 7
     assert signature(kv_cache_dtype="fp8_e4m3") == others[0]
 
 
@@ -484,7 +485,9 @@ def test_taking_converted_kv_makes_another_model(tmp_path: Path) -> None:
 
     base, takes, both = made(), made(converted=True), made(converted=True, codec="int4")
     assert (base.kv_converted, takes.kv_converted) == (False, True)
-    assert takes.kv_signature == f"{base.kv_signature}-converted" and both.kv_signature == f"{takes.kv_signature}-int4"
+    wide = record_of({"source": "m"}, tmp_path).kv_signature
+    assert takes.kv_signature == f"{wide.replace('bfloat16', 'fp8')}-converted"
+    assert both.kv_signature == f"{takes.kv_signature}-int4"
     assert [takes_converted(one.kv_signature) for one in (base, takes, both, made(codec="int4"))] == [
         False,
         True,
