@@ -33,7 +33,7 @@ from subjects.ids import ModelHash, ReplicaId, WorkerId
 from subjects.messages import KvAsk, KvIndexed, KvModelSpans, KvOffer, KvSnapshot
 from subjects.tasks import Tasks, end_tasks
 
-SPANS_PER_MESSAGE = 2000
+SPANS_PER_MESSAGE = 500
 """Some 200 KB."""
 SNAPSHOT_PAGES_MAX = 1024
 SNAPSHOT_TIMEOUT_S = 1.0
