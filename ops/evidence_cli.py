@@ -82,9 +82,19 @@ def bench_gateway(peers: bool, seconds: float | None, connections: int, as_json:
 
 
 @bench.command("kv")
-@click.option("--only", multiple=True, help="Measure only this part (store, transfer, ...). May be repeated.")
+@click.option(
+    "--only",
+    multiple=True,
+    help="Only store, transfer, hotness, affinity, replay, codecs or engine. May be repeated.",
+)
 @click.option("--seed", default=0, show_default=True, help="Another seed gives other prompts, documents and accesses.")
-@click.option("--gib", default=2.0, show_default=True, help="GiB that the disk tier writes and reads in a round.")
+@click.option(
+    "--gib",
+    type=click.FloatRange(0.01, 4096),
+    default=2.0,
+    show_default=True,
+    help="GiB that the disk tier writes and reads in a round.",
+)
 @click.option(
     "--directory", type=click.Path(path_type=Path, file_okay=False), help="On which disk.  [default: the temporary one]"
 )

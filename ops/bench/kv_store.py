@@ -14,7 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from typing import Any
 
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
 from kvcache.store import UNSYNCED_BYTES_MAX, KvStore, StoredBlock
-from subjects.errors import CarpoolError
+from ops.bench.kv import KvBench
+from subjects.errors import CarpoolError, ConfigError
 
-BYTES_DEFAULT = 2 * 2**30
-ROUNDS_DEFAULT = 3
+ROUNDS = 3
 _BLOCK_BYTES = 737_280
 """SmolLM2-135M in bfloat16, 32 tokens: 30 layers x 3 heads x 64 elements x keys and values x 2 bytes. It fills 11.25 pages
 of 64 KiB, so that the store writes and reads 6.7 % more than is asked of it."""
@@ -46,32 +46,34 @@ _SIGNATURE = KvSignature(
 _IDENTITY = KvIdentity(weights_hash="0" * 64, signature=_SIGNATURE, salt=bytes(16))
 
 
-async def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings``: ``bytes`` (2 GiB), ``rounds`` (3), ``directory`` (for temporary files: a bit more than twice ``bytes``).
+async def measure(bench: KvBench) -> dict[str, Any]:
+    """Temporary files take a bit more than twice ``bench.store_bytes``.
 
     ``l2_write_ratio`` and ``l2_read_ratio``: the store's speed over that of the plain side, in bytes of blocks.
     ``l2_write_gb_per_s`` and ``l2_read_gb_per_s``: 10^9 bytes a second of both. ``l2_block_read_ms``: one block from a
     random place of the store.
+
+    Raises:
+        ConfigError: the directory is not there or has no room.
     """
-    return await asyncio.to_thread(
-        _measure,
-        int(settings.get("bytes", BYTES_DEFAULT)),
-        int(settings.get("rounds", ROUNDS_DEFAULT)),
-        settings.get("directory"),
-    )
+    return await asyncio.to_thread(_measure, bench.store_bytes, bench.directory)
 
 
-def _measure(bytes_wanted: int, rounds: int, directory: str | None) -> dict[str, Any]:
+def _measure(bytes_wanted: int, directory: Path | None) -> dict[str, Any]:
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"--directory {directory}: there is no such directory; create it or name another one")
     blocks = max(1, bytes_wanted // _BLOCK_BYTES)
     timed = _Timed()
     with tempfile.TemporaryDirectory(prefix="carpool-bench-kv-", dir=directory) as made:
         need = int(2.2 * blocks * _BLOCK_BYTES) + 2**20
         if shutil.disk_usage(made).free < need:
-            raise CarpoolError(f"the bench needs {need >> 20} MiB free in {Path(made).parent}; name another directory")
+            raise ConfigError(
+                f"--gib: needs {need >> 20} MiB free in {Path(made).parent}; give less, or a --directory with more"
+            )
         room = _Room(min(blocks, _BATCH_BYTES // _BLOCK_BYTES))
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             _round(Path(made), blocks, room, timed)
-    return timed.figures(blocks * _BLOCK_BYTES, rounds)
+    return timed.figures(blocks * _BLOCK_BYTES, ROUNDS)
 
 
 class _Timed:
