@@ -3,12 +3,14 @@
 ``SETTINGS`` is :class:`kvcache.node_settings.NodeSettings` as JSON; URLs with credentials come in ``CARPOOL_NATS`` and
 ``CARPOOL_REDIS``. Once it serves it writes one JSON line to standard output: ``{"node": .., "socket": .., "data": ..}``.
 SIGTERM (and the end of standard input, if so set) stops it within the bound of its flush; a second one changes nothing.
-Exit codes: 0 stopped, 2 bad settings, 3 the directory is used by another process, 4 it cannot listen.
+Exit codes: 0 stopped, 2 bad settings, 3 the directory is used by another process, 4 it cannot listen, 5 the
+host has not as much memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import os
 import signal
@@ -27,6 +29,7 @@ from subjects.tasks import end_tasks
 EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
 EXIT_LISTEN = 4
+EXIT_MEMORY = 5
 _LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 log = structlog.get_logger(__name__)
@@ -45,6 +48,11 @@ async def run(settings: NodeSettings) -> int:
     except StoreLocked as error:
         log.error("the KV node cannot have its directory", error=str(error))
         return EXIT_LOCKED
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        log.error("the KV node cannot have its memory", error=str(error), memory_bytes=settings.host_bytes_max)
+        return EXIT_MEMORY
     try:
         await node.open(alone=not os.environ.get(NATS_VARIABLE))
     except OSError as error:

@@ -17,6 +17,10 @@ from ops.people_cli import drain, explain, lock, mode, unlock
 from ops.simulate_cli import simulate
 
 _PORT = click.IntRange(0, 65535)
+API_KEYS_HELP = (
+    "YAML file of API keys, {keys: [{key: at-least-16-characters, tenant: a}], trust_domains: {friends: [a, b]}}; needed "
+    "for other than loopback."
+)
 _HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -77,7 +81,7 @@ _policy = click.option(
 @click.option("--redis-port", default=0, type=_PORT, help="Port of the embedded Valkey; 0 (default) takes any free one.")
 @click.option("--device", "devices", multiple=True, help="A device to serve on, such as cpu:4GiB. May be repeated.")
 @click.option("-f", "files", multiple=True, type=click.Path(path_type=Path), help="Models to apply once it is up.")
-@click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
+@click.option("--api-keys", type=click.Path(path_type=Path), help=API_KEYS_HELP)
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--gateway-processes", default=1, show_default=True, help="Processes of the gateway, for more cores.")
 @click.option("--no-worker", is_flag=True, help="Start no worker agent here.")
@@ -158,7 +162,7 @@ def _state_dir(given: Path | None, pool_name: str = "default") -> Path:
 @main.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8080, type=_PORT, show_default=True, help="Port to listen on; 0 takes any free one.")
-@click.option("--api-keys", type=click.Path(path_type=Path), help="YAML file of API keys; needed for other than loopback.")
+@click.option("--api-keys", type=click.Path(path_type=Path), help=API_KEYS_HELP)
 @click.option("--allow-open", is_flag=True, help="Serve other hosts without API keys.")
 @click.option("--id", "name", default="gateway", show_default=True, help="Name of this gateway on the bus.")
 @click.option("--processes", default=1, show_default=True, help="Processes that share the port, for more cores.")

@@ -85,9 +85,7 @@ def worker_flags(given: dict[str, Any]) -> tuple[str, ...]:
 
 @click.command("evict-kv", short_help="Drop a share of what is kept of a model's KV.")
 @click.argument("model")
-@click.option(
-    "--ratio", type=float, required=True, help="Share of the bytes, in each tier of each worker: 0.5, or 1 for all."
-)
+@click.option("--ratio", type=float, required=True, help="Share of the blocks that each worker keeps: 0.5, or 1 for all.")
 @click.option("--worker", default="", help="At this worker alone, or that of this replica.")
 @json_option
 @nats_option

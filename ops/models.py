@@ -16,6 +16,10 @@ from subjects.messages import ModelRecord
 
 COLUMN_TITLE_MAX = 12
 """A longer title of a table's column takes two lines."""
+GAP = 2
+"""Spaces between columns."""
+SENTENCE_CHARS_MIN = 40
+"""A column of sentences is not narrower, where a table may be as wide as it needs."""
 
 
 def records_of(files: Sequence[Path]) -> list[ModelRecord]:
@@ -80,7 +84,7 @@ async def show(what: str, *, as_json: bool, nats_url: str) -> None:
         print(msgspec.json.encode({what: rows}).decode())
         return
     if not rows:
-        print(f"no {what}")
+        print("no KV tiers: no worker runs, or all were started with --no-kv" if what == "kv" else f"no {what}")
         return
     if what == "timeline":
         rows = [_told(row) for row in rows]
@@ -122,22 +126,25 @@ def print_table(rows: Sequence[dict[str, Any]], *, title: str | None = None) -> 
 
     table = Table(title=title, box=None, header_style="bold", title_justify="left", pad_edge=False)
     columns = [column for column in rows[0] if any(row.get(column) not in ("", [], None) for row in rows)]
+    needed = GAP * (len(columns) - 1)
     for column in columns:
         numeric = all(isinstance(row.get(column), int | float | None) for row in rows)
         title_text = column.removesuffix("_bytes").replace("_", " ")
         if len(title_text) > COLUMN_TITLE_MAX:
             title_text = "\n".join(title_text.rsplit(" ", 1))
         # Sentences wrap; names and numbers only where a terminal is too narrow even then.
+        wraps = column in ("note", "reason")
+        lines = [title_text, *(_cell(column, row.get(column)) for row in rows)]
+        longest = max(len(line) for text in lines for line in text.split("\n"))
+        needed += min(longest, SENTENCE_CHARS_MIN) if wraps else longest
         justify: Literal["left", "right"] = "right" if numeric else "left"
-        table.add_column(title_text, justify=justify, overflow="fold", no_wrap=column not in ("note", "reason"))
+        table.add_column(title_text, justify=justify, overflow="fold", no_wrap=not wraps)
     for row in rows:
         table.add_row(*(_cell(column, row.get(column)) for column in columns))
-    # A pipe gets whole lines; a terminal gets its own width.
-    width = None if os.isatty(1) else 200
-    console = Console(width=width, highlight=False, markup=False)
-    endless = console.options.update(max_width=1000)
-    table.collapse_padding = console.measure(table, options=endless).minimum > console.width
-    if console.measure(table, options=endless).minimum > console.width:
+    # A pipe gets names and numbers whole; a terminal gets its own width.
+    console = Console(width=None if os.isatty(1) else max(200, needed), highlight=False, markup=False)
+    table.collapse_padding = needed > console.width
+    if needed - (len(columns) - 1) > console.width:
         for part in table.columns:
             part.no_wrap = False
     console.print(table)
@@ -151,7 +158,7 @@ def _cell(column: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
     if isinstance(value, list):
-        return ",".join(str(item) for item in value)
+        return ", ".join(str(item) for item in value)
     return str(value)
 
 

@@ -53,6 +53,8 @@ REPORT_S_MAX = 3600.0
 """No engine takes longer from its workers' report to its being read."""
 EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
+EXIT_LISTEN = 4
+EXIT_MEMORY = 5
 """As ``kvcache.node_main`` has them, which this process does not import: it brings the store along."""
 MODELS_TOLD_MAX = 64
 READY_BYTES_MAX = 4096
@@ -221,7 +223,11 @@ class KvKeeper:
         words = " | ".join(line for line in stderr.finish().splitlines()[-2:] if line.strip())
         self._locked = self._locked + 1 if code == EXIT_LOCKED else 0
         if code == EXIT_LOCKED:
-            return f"{self._config.directory} is used by another process"
+            return f"{self._config.directory} is used by another process; give this worker a --kv-dir of its own"
+        if code == EXIT_LISTEN:
+            return f"it cannot listen; is --kv-data-host {self._config.data_host} an address of this machine?"
+        if code == EXIT_MEMORY:
+            return f"this host cannot give it {self._config.memory_bytes >> 20} MiB; lower --kv-memory"
         if code == EXIT_SETTINGS:
             return f"it refuses its settings: {words}"
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
