@@ -34,7 +34,7 @@ from subjects.messages import KvAsk, KvIndexed, KvModelSpans, KvOffer, KvSnapsho
 from subjects.tasks import Tasks, end_tasks
 
 SPANS_PER_MESSAGE = 500
-"""Some 200 KB."""
+"""Some 50 KB, and 2 ms of a gateway that takes it in."""
 SNAPSHOT_PAGES_MAX = 1024
 SNAPSHOT_TIMEOUT_S = 1.0
 RETRY_S = 5.0
