@@ -57,6 +57,7 @@ from broker.openai_answers import AnswerHead
 from broker.openai_bodies import ParsedBody, parse_body
 from broker.request_shell import RequestShell
 from kvcache.core.prefix_index import PrefixIndex
+from profiles.blocks import engine_salt
 from profiles.features import OutputLengths, RequestContext, parse_fields, profile_and_chain
 from profiles.tokenizer import ModelTokenizer, PromptTokenizer
 from subjects import names
@@ -450,9 +451,11 @@ class Gateway:
             adapter=view.adapter,
         )
         profile, chain = profile_and_chain(record, ask.endpoint, parsed, prompts, context, self._lengths)
-        # KV of embeddings is not kept, so their prompts are not looked for.
-        hashes = chain.hashes if ask.endpoint is not Endpoint.EMBEDDINGS and not self.prefixes.empty else []
-        return _Profiled(profile, chain.salt.hex(), prompt_prefix(hashes, record, self._reuse_costs(record)))
+        # KV of embeddings is not kept either, so their prompts are not looked for.
+        kept = record.kv_reuse and ask.endpoint is not Endpoint.EMBEDDINGS
+        hashes = chain.hashes if kept and not self.prefixes.empty else []
+        salt = engine_salt(chain.salt, kept=record.kv_reuse)
+        return _Profiled(profile, salt, prompt_prefix(hashes, record, self._reuse_costs(record)))
 
     def _reuse_costs(self, record: ModelRecord) -> ReuseCosts:
         known = self._reuse.get(record.name)

@@ -27,6 +27,15 @@ def tenant_salt(tenant: str, adapter_hash: str = "") -> bytes:
     return state.digest()
 
 
+def engine_salt(salt: bytes, *, kept: bool = True) -> str:
+    """What an engine is given to salt a request's KV with, in hex.
+
+    Services that differ only in whether their KV is kept (``spec.kv.reuse``) share replicas. Where a service's is not, the
+    engine's salt is a byte longer: as much apart in its own cache, but no salt that the tiers take.
+    """
+    return (salt if kept else salt + b"\0").hex()
+
+
 def chain_hashes(token_ids: Sequence[int], block_size: int, salt: bytes = b"", parent: bytes = b"") -> list[bytes]:
     """One hash for each *full* block of ``block_size`` tokens; each covers its block and all blocks before it.
 

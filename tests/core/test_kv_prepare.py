@@ -16,7 +16,7 @@ from kvcache.connector_orders import KvRequest
 from kvcache.core.identity import KvSignature
 from kvcache.errors import KvRefused, KvUnavailable
 from kvcache.node_messages import KvUse
-from profiles.blocks import chain_hashes
+from profiles.blocks import chain_hashes, engine_salt
 from subjects.ids import DeviceId, ModelHash, ReplicaId, RequestId, WorkerId
 from subjects.messages import Endpoint, EngineType, ModelRecord, SlaClass, StepCosts, Task
 from workers.engines import kv_reuse
@@ -138,7 +138,7 @@ async def test_short_prompts_and_other_inputs(tmp_path: Path) -> None:
     short, image = prompt(BLOCK), prompt(4 * BLOCK, kind="multimodal")
     await reuse.prepare(request(), [short, image])
     assert (node.asked, told(short), told(image)) == ([], KvRequest(use=KvUse(request="r")), None)
-    for salt in ("not hex", "", "ab"):
+    for salt in ("not hex", "", "ab", engine_salt(SALT, kept=False)):
         odd = prompt(4 * BLOCK)
         await reuse.prepare(request(salt=salt), [odd])
         assert (node.asked, told(odd)) == ([], None)

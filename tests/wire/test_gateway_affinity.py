@@ -19,6 +19,7 @@ from broker import kv_sync
 from broker.core.affinity import reuse_costs
 from broker.gateway import GatewayOptions
 from broker.http_keys import ApiKeys, Caller
+from kvcache.core.identity import SALT_BYTES
 from kvcache.core.prefix_index import NOBODY
 from profiles.blocks import tenant_salt
 from subjects import names
@@ -218,6 +219,20 @@ async def test_only_a_trust_domain_shares_prefixes(shared_nats_server: NatsServe
         assert len(hands["c"]) == 1 and hands["c"] != hands["a"]
         bodies = [json.loads(hand.grant.body) for hand in (*two.a.hands, *two.b.hands)]
         assert len(bodies) == 5 and not any("cache_salt" in each for each in bodies)
+
+
+async def test_a_service_that_keeps_no_kv_keeps_none_in_a_shared_replica(shared_nats_server: NatsServer) -> None:
+    """Another service of the same files and engine may keep its own. What goes to the engine is no salt that the tiers take,
+    apart by tenant all the same, and no prefix is looked for (O3)."""
+    async with two_replicas(shared_nats_server.url) as two:
+        await two.pool.register(msgspec.structs.replace(two.model, name="quiet", kv_reuse=False))
+        await two.node_b.say(spans_for(two.model, DOCUMENT, "domain:friends"), two.b.id)
+        await until(lambda: two.holders() == {"b": 2})
+        assert [await two.answers(tenant=tenant, model="quiet") for tenant in ("a", "c")] == ["a", "a"]
+        quiet = [hand.grant.cache_salt for hand in two.a.hands]
+        assert len(set(quiet)) == 2 and all(len(bytes.fromhex(salt)) == SALT_BYTES + 1 for salt in quiet)
+        assert await two.answers(tenant="a") == "b"
+        assert len(bytes.fromhex(two.b.hands[-1].grant.cache_salt)) == SALT_BYTES
 
 
 def salts(two: Two, tenant: str) -> set[tuple[str, bytes]]:

@@ -169,7 +169,7 @@ class KvReuse:
         except ValueError:
             return
         if len(salt) != SALT_BYTES:
-            return  # Nobody said whose it is: nobody may find it.
+            return  # Nobody said whose it is, or its service keeps no KV: nobody may find it.
         ready = await asyncio.gather(*(self._ready(prompt.engine_input, salt, use) for prompt in prompts))
         for prompt, found in zip(prompts, ready, strict=True):
             if found is not None:
