@@ -67,6 +67,7 @@ async def prove_reuse(directory: Path, rng: random.Random, say: Say) -> Figures:
         await place.order("drain", worker=before[0]["worker"], bound_s=5)
         await place.until_elsewhere(before[0]["worker"])
         await place.ask("other worker", *whole)
+        await apply_replicas(place, 0)
         await place.reload()
         await place.ask("other worker, evicted and loaded again", *partly)
     reused = {phase: tokens for phase, tokens in tally.cached.items() if phase not in ("cold", "short prompt")}
