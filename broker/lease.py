@@ -90,12 +90,18 @@ class LeaseKeeper:
             await asyncio.sleep(RENEW_EVERY_S if self.holds else LOOK_EVERY_S)
 
     async def release(self) -> None:
-        """Gives the lease back on shutdown, so that a standby need not wait for it to run out."""
+        """Gives the lease back on shutdown, so that a standby need not wait for it to run out.
+
+        The key stays, with its epoch and nobody as holder: a pool's next leader must not begin the epochs, and with them the
+        names of operations that the journal keeps, from one again.
+        """
         if self.check(time.monotonic()):
             self.holds = False
             self._on_lost("shutdown")
             with suppress(BusError, TimeoutError):
-                await asyncio.wait_for(self._bus.kv_delete(LEADER_BUCKET, KEY), CALL_S_MAX)
+                free = encode(Lease(holder="", epoch=self.epoch))
+                write = self._bus.kv_put(LEADER_BUCKET, KEY, free, expected_revision=self._revision)
+                await asyncio.wait_for(write, CALL_S_MAX)
 
     async def _renew(self) -> None:
         begun_s = time.monotonic()
@@ -122,9 +128,11 @@ class LeaseKeeper:
         if revision != self._watched or begun_s - self._looked_s > LEASE_S:
             self._watched, self._watched_since_s = revision, begun_s
         self._looked_s = begun_s
-        if entry is not None and begun_s - self._watched_since_s <= LEASE_S:
+        lease = _lease(entry.value) if entry is not None else Lease(holder="", epoch=0)
+        given_back = not lease.holder and lease.epoch > 0
+        if entry is not None and not given_back and begun_s - self._watched_since_s <= LEASE_S:
             return
-        before = _lease(entry.value).epoch if entry is not None else 0
+        before = lease.epoch
         self.epoch = max(revision, before, self.epoch, self._epoch_seen()) + 1
         value = encode(Lease(holder=self._holder, epoch=self.epoch))
         try:

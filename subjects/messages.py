@@ -1199,7 +1199,7 @@ class InferFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Who leads (bucket ``carpool-leader``)."""
+    """Who leads (bucket ``carpool-leader``); without a holder: it was given back, and the next epoch is higher."""
 
     holder: str
     epoch: int

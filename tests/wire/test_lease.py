@@ -1,4 +1,4 @@
-"""Why nobody leads is said (SCH-12)."""
+"""Why nobody leads is said, and who leads next has a higher epoch (SCH-12)."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ async def test_a_lease_that_cannot_be_written_says_why() -> None:
             await running
     assert lost == ["the lease could not be renewed in time (no space left on device)"]
     assert all("no space" in entry["reason"] for entry in logs if entry["log_level"] == "warning")
+
+
+async def _lead_once(bus: MemoryBus, holder: str) -> int:
+    """Leads, gives the lease back, and returns the epoch."""
+    keeper = LeaseKeeper(bus, holder, epoch_seen=lambda: 0, on_gained=lambda _: None, on_lost=lambda _: None)
+    running = asyncio.create_task(keeper.run())
+    await until(lambda: keeper.holds, f"{holder} leads")
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    await keeper.release()
+    return keeper.epoch
+
+
+async def test_epochs_go_on_after_a_lease_was_given_back() -> None:
+    """A pool that is ended and started again names no operation as one of its journal is named (SCH-12)."""
+    bus = MemoryBus(MemoryHub())
+    assert await _lead_once(bus, "first") < await _lead_once(bus, "second")
