@@ -74,7 +74,7 @@ class GatewayMetrics:
         )
         self.kv_hit_ratio = Gauge(
             "kv_cache_hit_ratio",
-            "Share that was there of the KV blocks that engines came to read outside of themselves, since the nodes' starts; "
+            "Share that was there of the KV blocks that engines came to read outside themselves, since the nodes' starts; "
             "prompts that no node knew are in neither number. Of the whole pool.",
             ["model"],
             registry=own,

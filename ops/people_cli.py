@@ -252,9 +252,7 @@ def _request(result: dict[str, Any]) -> list[str]:
     for attempt in result["attempts"]:
         lost = ", then that replica was lost" if attempt["lost"] else ""
         kept = (
-            f", where at least {tokens} tokens of the prompt were known to be"
-            if (tokens := attempt.get("prefix_tokens"))
-            else ""
+            f", where {tokens} tokens of the prompt were expected to be" if (tokens := attempt.get("prefix_tokens")) else ""
         )
         lines.append(
             f"  attempt {attempt['attempt']}  waited {attempt['waited_s']:.2f} s, ran on {attempt['replica']}{kept}{lost}"
