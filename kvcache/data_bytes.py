@@ -46,14 +46,19 @@ def prepare_socket(sock: socket.socket) -> None:
 
 async def read_message(sock: socket.socket, kind: Any) -> Any:
     """A message without a body."""
-    start = await _read(sock, LENGTHS_BYTES)
+    start = await read_bytes(sock, LENGTHS_BYTES)
     head_bytes, body_bytes = lengths(start)
     if body_bytes:
         raise DecodeError("a body where none belongs")
-    return read_head(bytes(await _read(sock, head_bytes)), kind)
+    return read_head(bytes(await read_bytes(sock, head_bytes)), kind)
 
 
-async def _read(sock: socket.socket, size: int) -> bytearray:
+async def read_bytes(sock: socket.socket, size: int) -> bytearray:
+    """So many bytes.
+
+    Raises:
+        EOFError: the other side closed before.
+    """
     data = bytearray(size)
     view = memoryview(data)
     loop = asyncio.get_running_loop()

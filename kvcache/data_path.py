@@ -33,6 +33,7 @@ from kvcache.host_tier import HostBlock
 from kvcache.node_messages import (
     BLOCKS_MAX,
     BODY_BYTES_MAX,
+    GREETING,
     Block,
     Blocks,
     Fetch,
@@ -178,6 +179,7 @@ class DataServer:
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 async with asyncio.timeout(OPEN_S_MAX):
+                    await asyncio.get_running_loop().sock_sendall(sock, GREETING)
                     asked = await read_message(sock, ToSource)
             finally:
                 self._strangers -= 1

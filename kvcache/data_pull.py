@@ -15,10 +15,20 @@ from typing import Any, Final
 import structlog
 
 from kvcache.core.migration import Transfer, batches, lacking
-from kvcache.data_bytes import SILENCE_S_MAX, Job, Received, in_thread, prepare_socket, read_message, receive_jobs
+from kvcache.data_bytes import (
+    SILENCE_S_MAX,
+    Job,
+    Received,
+    in_thread,
+    prepare_socket,
+    read_bytes,
+    read_message,
+    receive_jobs,
+)
 from kvcache.host_tier import HostBlock
 from kvcache.node_messages import (
     BODY_BYTES_MAX,
+    GREETING,
     Fetch,
     Open,
     Opened,
@@ -239,10 +249,12 @@ async def _open(sock: socket.socket, offer: KvOffer) -> Opened:
     except ValueError:
         raise DecodeError("an address that is none") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    await loop.sock_sendall(
-        sock, frame(Open(identity=offer.identity, head=offer.head, blocks=offer.blocks, token=offer.token))
-    )
     try:
+        if await read_bytes(sock, len(GREETING)) != GREETING:
+            raise DecodeError("no KV node listens there")
+        await loop.sock_sendall(
+            sock, frame(Open(identity=offer.identity, head=offer.head, blocks=offer.blocks, token=offer.token))
+        )
         opened = await read_message(sock, ToTarget)
     except EOFError:
         raise NotOpened from None

@@ -271,6 +271,11 @@ FromNode = Attached | Refused | Found | Kept | Prepared | KvEvicted | KvPulled |
 # ------------------------------------------------------------------------------------------------- node to node (TCP)
 
 
+GREETING = b"carpool-kv 1\n"
+"""What a source says first, to everybody. A target tells nothing before it: the address came from others, and whoever else
+listens there must not be made to obey bytes that others chose."""
+
+
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first message: the token of a ``KvOffer``, which opens this chain alone."""
 
