@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -317,7 +317,10 @@ def test_orders_and_news_cross_processes() -> None:
     load = LoadBlocks("r", SALT, (b"h",), (1,), 1.0)
     orders = StepOrders(loads=[load], saves=[SaveBlocks(SALT, b"", 0, (b"h",), (1,), USE)], used=[TellUsed(SALT, (), USE)])
     news = StepNews(loaded={"r": 1}, lost=[b"h"], away=True)
-    assert pickle.loads(pickle.dumps((orders, news))) == (orders, news)
+    near, far = multiprocessing.Pipe()
+    with near, far:
+        near.send((orders, news))
+        assert far.recv() == (orders, news)
 
 
 # -------------------------------------------------------------------------------------------------- the worker's half
