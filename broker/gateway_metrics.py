@@ -74,8 +74,8 @@ class GatewayMetrics:
         )
         self.kv_hit_ratio = Gauge(
             "kv_cache_hit_ratio",
-            "Share that was there of the KV blocks that engines came to read outside themselves, since the nodes' starts; "
-            "prompts that no node knew are in neither number. Of the whole pool.",
+            "Share of the blocks of the prompts that came that could be read outside the engine, since the nodes' starts. "
+            "Of the whole pool.",
             ["model"],
             registry=own,
         )

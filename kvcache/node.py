@@ -231,6 +231,7 @@ class Node:
         left_s = max(0.0, begin_s + asked.deadline_s - time.monotonic())
         asked = msgspec.structs.replace(asked, deadline_s=left_s)
         blocks = await self.exchange.prepare(identity, hashes, engine, asked)
+        self.tiers.counts.asked(identity.signature.model, len(hashes), blocks)
         self.tiers.used(identity, hashes[:blocks])
         return blocks
 

@@ -56,8 +56,9 @@ class KnownModels:
         if self._path is None:
             return
         with suppress(OSError):
-            with self._path.open("rb") as file:
-                data = file.read(FILE_BYTES_MAX)
+            # Without O_NONBLOCK the opening of a pipe would wait for somebody who writes to it.
+            with open(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                data = file.read(FILE_BYTES_MAX) or b""
             try:
                 for one in decode(data, list[Known]):
                     self._known[one.weights_hash, one.signature] = one

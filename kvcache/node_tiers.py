@@ -54,7 +54,7 @@ class Keeper(Protocol):
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks since the start."""
+    """Blocks since the start. Hits are those of a prompt that could be read when it came, misses its others."""
 
     hits: int = 0
     misses: int = 0
@@ -63,6 +63,14 @@ class TierCounts:
     corrupt: int = 0
     of_model: dict[str, list[int]] = field(default_factory=dict)
     """Hits and misses by ``KvSignature.model``."""
+
+    def asked(self, model: str, blocks: int, found: int) -> None:
+        """A prompt came."""
+        self.hits += found
+        self.misses += blocks - found
+        of_model = self.of_model.setdefault(model, [0, 0])
+        of_model[0] += found
+        of_model[1] += blocks - found
 
 
 class Tiers:
@@ -161,11 +169,6 @@ class Tiers:
             if held is not None and now_s - held.used_s > TOLD_S:
                 self.host.order.touch(block.key, now_s)
             self.holdings.used(block.key, now_s, replica)
-        self.counts.hits += len(found)
-        self.counts.misses += len(hashes) - len(found)
-        of_model = self.counts.of_model.setdefault(identity.signature.model, [0, 0])
-        of_model[0] += len(found)
-        of_model[1] += len(hashes) - len(found)
         return found
 
     def release(self, blocks: Iterable[HostBlock]) -> None:

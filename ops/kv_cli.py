@@ -22,7 +22,7 @@ KV_FLAGS = (
     click.option(
         "--kv-dir",
         type=click.Path(path_type=Path),
-        help="Where the tier on disk lies; one worker alone uses it. Default: below the state.",
+        help="Where the tier on disk lies; one worker alone uses it. Default: below the state, by the worker's name.",
     ),
     click.option(
         "--kv-memory",
@@ -55,7 +55,7 @@ KV_FLAGS = (
         default=600.0,
         show_default=True,
         type=click.FloatRange(1, 31_536_000),
-        help="Seconds after which unused KV is deleted.",
+        help="Seconds after which unused KV is deleted, counted anew from each start of its node.",
     ),
 )
 

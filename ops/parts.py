@@ -86,12 +86,13 @@ async def worker(
 
     logs.configure("worker")
     await check_nats(",".join(nats_urls), must_answer=False)
+    name = name or default_name()
     config = AgentConfig(
-        name=name or default_name(),
+        name=name,
         nats_urls=tuple(nats_urls),
         state_dir=state_dir / "worker",
         devices=parse_devices(devices),
-        kv=kv_config(kv, directory=state_dir / "worker" / "kv", redis_url=redis_url),
+        kv=kv_config(kv, directory=state_dir / "worker" / f"kv-{name}", redis_url=redis_url),
         threads=threads,
         queue_shards=shards,
         step_turns=step_turns,

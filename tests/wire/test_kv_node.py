@@ -76,9 +76,10 @@ def test_no_other_tenant_layout_or_weights_find_a_block(node: NodeProcess) -> No
 
 
 async def test_prepare_answers_what_is_local_and_evict_is_exact(node: NodeProcess) -> None:
-    """``evict`` of half drops half of a model's blocks, the coldest; of all leaves nothing (issue D 5)."""
+    """``evict`` of half drops half of a model's blocks, the coldest; of all leaves nothing (SCH-8)."""
     client, questions = node.client(), node.questions()
     await questions.evict("tests", 1.0)
+    before = await questions.stats()
     cold, warm = chain(3, 4), chain(4, 4)
     await asyncio.to_thread(client.write, SALT, b"", cold, rows(cold), USE)
     await asyncio.to_thread(client.write, SALT, b"", warm, rows(warm), USE)
@@ -88,6 +89,9 @@ async def test_prepare_answers_what_is_local_and_evict_is_exact(node: NodeProces
     assert (gone.blocks, gone.host_bytes, gone.disk_bytes) == (4, 4 * 2 * 65536, 0)
     assert await questions.prepare(SALT, warm, deadline_s=1.0, prefill_tokens_per_s=100.0, use=USE) == 4
     assert await questions.prepare(SALT, cold, deadline_s=1.0, prefill_tokens_per_s=100.0, use=USE) == 0
+    counts = await questions.stats()
+    counted = counts.hits - before.hits, counts.misses - before.misses
+    assert counted == (8, 1 + len(cold)), "blocks of the three prompts"
     assert (await questions.evict("other", 1.0)).blocks == 0
     assert (await questions.evict("tests", 1.0)).blocks == 4
     stats = await questions.stats()

@@ -497,7 +497,7 @@ async def test_a_source_that_goes_mid_transfer(
 async def test_a_node_that_starts_again_is_another_and_tells_of_its_disk(
     shared_nats_server: NatsServer, bus: NatsBus, tmp_path: Path
 ) -> None:
-    """After a restart the new incarnation tells what lies on disk, before any engine came (F8, issue D 4)."""
+    """After a restart the new incarnation tells what lies on disk, before any engine came (F8)."""
     node = NodeProcess(tmp_path, "again-1", shared_nats_server.url, disk=True)
     hashes = chain(1, 24)
     await asyncio.to_thread(write, node, hashes)

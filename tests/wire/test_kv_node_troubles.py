@@ -55,7 +55,7 @@ async def on_disk(questions: KvNode, blocks: int) -> None:
 
 
 async def test_flipped_bits_on_disk_are_not_served_and_told(shared_nats_server: NatsServer, tmp_path: Path) -> None:
-    """A block whose bytes changed is missing, those before it are right, and one alert says so (P2, issue D fault table)."""
+    """A block whose bytes changed is missing, those before it are right, and one alert says so (P2)."""
     bus = await NatsBus.connect(shared_nats_server.url, name="test")
     heard: list[Alert] = []
     subscription = await bus.subscribe(names.ALL_ALERTS, lambda message: heard.append(decode(message.payload, Alert)))
@@ -159,7 +159,7 @@ async def test_a_disk_that_hangs_holds_up_nothing_in_memory(tmp_path: Path) -> N
 
 
 async def test_evicting_all_leaves_nothing_that_only_the_store_knows(tmp_path: Path) -> None:
-    """``evict`` of all is exact for the disk, also for blocks that the node lost sight of (issue D 5)."""
+    """``evict`` of all is exact for the disk, also for blocks that the node lost sight of (SCH-8)."""
     node = Node(NodeProcess(tmp_path, "exact-1", disk=True, start=False).settings)
     await node.open(alone=True)
     store = node.tiers.store
