@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from subjects.ids import WorkerId
 from subjects.messages import KvModelReport, KvReport, PoolKv
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Told:
     """The last report of a worker's node, and how fast it evicts."""
 
@@ -34,7 +34,7 @@ class KvTiers:
             return
         if known is not None and known.report == report:
             # Nothing was counted for a whole report: whatever was evicted before, nothing is now.
-            known.at_s, known.evictions_per_s = now_s, {}
+            self._told[worker] = replace(known, at_s=now_s, evictions_per_s={})
             self._sums.clear()
             return
         models = {model.kv_signature: model for model in report.models}
