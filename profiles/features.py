@@ -84,7 +84,7 @@ class BodyFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     history_turns: int = 0
     continuable: bool = False
-    """As far as the body alone decides; the engine has its say in :func:`build_profile`."""
+    """As far as the body alone decides; the engine has its say in :func:`profile_and_chain`."""
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,18 +224,6 @@ def prompt_entropy(token_ids: Sequence[int]) -> float:
         return 0.0
     weighted = sum(count * math.log2(count) for count in Counter(token_ids).values() if count > 1)
     return max(0.0, math.log2(total) - weighted / total)
-
-
-def build_profile(
-    record: ModelRecord,
-    endpoint: Endpoint,
-    fields: BodyFields,
-    prompts: Sequence[Sequence[int]],
-    context: RequestContext,
-    lengths: OutputLengths,
-) -> RequestProfile:
-    """The profile of :func:`profile_and_chain` alone."""
-    return profile_and_chain(record, endpoint, fields, prompts, context, lengths)[0]
 
 
 def profile_and_chain(

@@ -281,7 +281,7 @@ class Table:
         argument = {"model": MODEL, "source": source, "target": self._second, "timeout_s": ANSWER_S_MAX}
         ended = await carried_out("migrate-kv", argument, ANSWER_S_MAX, self._place.pool.nats_url, quiet=True)
         for row in ended["transactions"]:
-            self.migration = f"{row['outcome']}"
+            self.migration = row["outcome"]
             self._place.tally.say(f"source dies mid transfer: {row['outcome']}")
             self.migration_ended = row["ended"]
 

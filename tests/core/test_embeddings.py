@@ -12,11 +12,12 @@ import pytest
 
 from broker.core.admission import ModelView, Wish, no_model_fits, rank_models, task_refusal
 from broker.openai_bodies import INPUTS_MAX, parse_body
-from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
+from profiles.features import OutputLengths, RequestContext, parse_fields
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, RequestId, Tenant
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, Lane, ModelRecord, RequestProfile, Task, Usage
+from tests.core.profiled import build_profile
 from workers.core.embeddings import DETAIL_BYTES_MAX, embedding_deltas, rewritten, write_vector
 from workers.core.simulated import (
     EmitDeltas,

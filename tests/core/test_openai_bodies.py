@@ -10,11 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from broker.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, EmbeddingBody, parse_body
-from profiles.features import OutputLengths, RequestContext, build_profile, parse_fields
+from profiles.features import OutputLengths, RequestContext, parse_fields
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
 from subjects.messages import Endpoint, ModelRecord
+from tests.core.profiled import build_profile
 
 RECORD = ModelRecord(
     name="m",

@@ -16,7 +16,6 @@ from profiles.features import (
     BodyFields,
     OutputLengths,
     RequestContext,
-    build_profile,
     parse_fields,
     profile_and_chain,
     prompt_entropy,
@@ -24,6 +23,7 @@ from profiles.features import (
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
 from subjects.messages import Adapter, Endpoint, EngineType, Lane, ModelRecord, RequestKind, RequestProfile, SlaClass
+from tests.core.profiled import build_profile
 
 MODEL = ModelHash("ab" * 32)
 TENANT = Tenant("t")
