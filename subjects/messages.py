@@ -411,6 +411,48 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     step_context_token_s: float = 0.0
 
 
+class StepSums(msgspec.Struct, frozen=True, kw_only=True):
+    """What engine steps did and how long they took, summed: what ``StepCosts`` are fitted to and checked against.
+
+    Of steps that prefilled ``t`` tokens of a prompt after ``d`` that were there, ``prompt_tokens2`` sums
+    ``(d + t)**2 - d**2``; ``requests`` and ``context_tokens`` sum those that decoded in each step, and what they held.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens2: int = 0
+    requests: int = 0
+    context_tokens: int = 0
+    busy_s: float = 0.0
+
+
+class CostPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement of a replica: ``batch`` prompts of ``input_tokens`` each, prefilled or decoded together."""
+
+    batch: int
+    input_tokens: int
+    decodes: bool = False
+    beside: bool = False
+    """A neighbour worked on the device meanwhile: it weighs less."""
+    sums: StepSums
+
+
+class KeptCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a deployment's measured costs on one kind of device (bucket ``carpool-costs``)."""
+
+    deployment: str
+    device_type: str
+    gpus: int = 1
+    engine: str = ""
+    """Engine and version, such as ``vllm-0.11.0``."""
+    points: tuple[CostPoint, ...] = ()
+    whole: bool = False
+    """Whether all the points were taken: three lengths of prompts, three batch sizes, as far as the engine has room."""
+    correction: float = 1.0
+    """Seconds that steps take, over what the fit to the points says."""
+    at_unix_s: float = 0.0
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One model as the registry holds it (PRO-2) and as a load command carries it.
 
@@ -471,7 +513,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 1
     """Linked devices that one replica spans (tensor parallel)."""
     costs: dict[str, StepCosts] = {}
-    """By kind of device (``DeviceReport.device_type``), as measured or fitted; empty while nobody measured."""
+    """By kind of device (``DeviceReport.device_type``), as the file gives them: they win over estimates and measurements."""
     task: Task = Task.GENERATE
     adapters: tuple[Adapter, ...] = ()
     adapters_max: int = 0
@@ -484,6 +526,10 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How KV is written to disk (``kvcache.codecs``)."""
     kv_converted: bool = False
     """Whether it takes the KV of the same files in a wider precision (``spec.kv.converted``)."""
+    parameters: int = 0
+    """That one token passes through (of a mixture of experts those it is sent to); 0: as many as the weights' bytes tell."""
+    attention_width: int = 0
+    """Layers x heads x head size; 0: unknown."""
 
 
 # ------------------------------------------------------------------------------------------------------------ telemetry
@@ -515,6 +561,8 @@ class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0
     """Seconds since the worker's start in which an engine step ran there."""
     throttled: bool = False
+    threads: int = 0
+    """Of a CPU device: what each replica there may use; 0: not told."""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -546,6 +594,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Running mean of the engine's step time."""
     hit_ratio: float | None = None
     """Share of the last prompts' tokens that the engine found in its prefix cache; None where it does not tell."""
+    sums: StepSums | None = None
+    """Of all its steps since its start; None where the engine does not tell."""
 
 
 class KvTierReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -607,6 +657,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     epoch_seen: int
     host: str = ""
     engines: tuple[EngineType, ...] = ()
+    engine_versions: dict[str, str] = {}
+    """By the type of each engine that has one."""
     devices: tuple[DeviceReport, ...]
     replicas: tuple[ReplicaReport, ...]
     draining: bool = False
@@ -662,6 +714,8 @@ class PoolReplica(msgspec.Struct, frozen=True, kw_only=True):
     state: ReplicaState
     suspect: bool = False
     weight: float = 1.0
+    measure: int = 0
+    """It should measure its costs in idle moments, with batches of up to so many; 0: it need not."""
 
 
 class PoolKv(msgspec.Struct, frozen=True, kw_only=True):
@@ -830,6 +884,8 @@ class LoadModel(Command, frozen=True, kw_only=True, tag="load-model"):
     timeout_s: float = 300.0
     peers: tuple[DeviceId, ...] = ()
     """The other ``record.gpus - 1`` devices; each is charged ``record.budget_bytes`` too."""
+    measure: bool = False
+    """Measure costs before the replica serves, in a tenth of the load's time: nobody has, on this kind of device."""
 
 
 class DrainReplica(Command, frozen=True, kw_only=True, tag="drain-replica"):
@@ -958,7 +1014,19 @@ class ReplicaDied(msgspec.Struct, frozen=True, kw_only=True, tag="replica-died")
     detail: str = ""
 
 
-WorkerEvent = OperationProgressed | OperationEnded | ReplicaDied
+class CostsMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="costs-measured"):
+    """A replica measured what its steps take. Nothing confirms it: what is missing is asked for again."""
+
+    worker: WorkerId
+    replica: ReplicaId
+    model_hash: ModelHash
+    device_type: str = ""
+    engine: str = ""
+    points: tuple[CostPoint, ...]
+    whole: bool = False
+
+
+WorkerEvent = OperationProgressed | OperationEnded | ReplicaDied | CostsMeasured
 
 
 # -------------------------------------------------------------------------------------------------------------- journal

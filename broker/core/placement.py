@@ -29,6 +29,7 @@ from typing import assert_never
 
 from broker.core.actions import Actions
 from broker.core.catalogue import Catalogue, DeviceKey
+from broker.core.costs import CostBook
 from broker.core.describe import seconds_text
 from broker.core.digest import DigestBuilder
 from broker.core.fairness import Fairness
@@ -119,7 +120,8 @@ class SchedulerCore:
         self.digests = DigestBuilder(self.settings, self.pool, self.fairness)
         self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
         self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
-        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
+        self.costs = CostBook(self.pool)
+        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.costs)
         self.policy = policy
         self.views.needs_costs = getattr(policy, "needs_costs", False)
         self.notes: dict[ModelHash, str] = {}
