@@ -33,8 +33,8 @@ CLASSES = sorted(
 DATA = [found for found in CLASSES if dataclasses.is_dataclass(found)]
 # What a core keeps and changes itself. Everything else is an event, a command, a setting or an answer.
 STATE = {
-    "broker.core.look.Look",
-    "broker.core.spares.Spares",
+    "broker.core.plan.plan_input.Look",
+    "broker.core.plan.standby.Spares",
     "_Account",
     "_Cell",
     "_Charge",
@@ -68,7 +68,7 @@ STATE = {
     "Unconfirmed",
     "Victim",
     "Worker",
-    "broker.core.members.Device",
+    "broker.core.pool.members.Device",
 }
 
 
