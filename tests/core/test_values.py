@@ -19,7 +19,7 @@ import workers.core
 MODULES = [
     importlib.import_module(found.name)
     for package in (broker.core, workers.core)
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
 CLASSES = sorted(
     {
