@@ -1,6 +1,6 @@
 """The bus as the rest of Carpool sees it: a small protocol with two forms that pass the same contract tests.
 
-:class:`subjects.nats_bus.NatsBus` talks to a NATS server with JetStream; :class:`subjects.memory_bus.MemoryBus` runs inside
+:class:`subjects.nats.bus.NatsBus` talks to a NATS server with JetStream; :class:`subjects.memory_bus.MemoryBus` runs inside
 one process on any clock. Both behave as a NATS 2.15 server was measured to: a plain nak is redelivered at once, an expired
 pull returns its credits, a repeated message id is swallowed for two minutes even after the first was acked, memory streams
 and their consumers are gone after a restart of the server.

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from broker.core.exact import Solution, solve
-from broker.core.layout import Layout
-from broker.core.packing import Plan, plan
-from broker.core.problem import Block, Need, Problem, Site
+from broker.core.plan.layout import Layout
+from broker.core.plan.problem import Block, Need, Problem, Site
+from broker.core.plan.search import Plan, plan
+from ops.bench.exact import Solution, solve
 from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
 
 GB = 1_000_000_000

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from broker.core.placement import SchedulerCore
-from broker.core.policy import Decision, Policy, PoolView
-from broker.core.scheduler_events import (
+from broker.core.plan.policy import Decision, Policy, PoolView
+from broker.core.pool.events import (
     BeatSeen,
     BusRoundTripMade,
     CommandAnswered,
@@ -31,6 +30,7 @@ from broker.core.scheduler_events import (
     Ticked,
     WorkerReported,
 )
+from broker.core.scheduler import SchedulerCore
 from profiles.budget import with_kv
 from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import (
@@ -300,7 +300,7 @@ def _ms(ordered: list[float], share: float) -> float:
 
 def main() -> None:
     """Prints the measurements as JSON."""
-    from broker.core.coordinator import Coordinator
+    from broker.core.plan.coordinator import Coordinator
 
     found = {
         "base rules": measure_ticks(None),

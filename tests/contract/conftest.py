@@ -12,7 +12,7 @@ from subjects.bus import Bus, QueueLimits
 from subjects.memory_bus import MemoryBus
 from subjects.memory_hub import LoopClock, MemoryHub
 from subjects.memory_queue import Timer
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.core.exact import PATTERNS_MAX, solve
-from broker.core.layout import Layout
-from broker.core.problem import Problem
+from broker.core.plan.layout import Layout
+from broker.core.plan.problem import Problem
+from ops.bench.exact import PATTERNS_MAX, solve
 from ops.bench.packing import compare, measure_gap, random_problem
 from tests.core.test_layout import site
 from tests.core.test_packing import GOLD, broken, need, there

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from structlog.testing import capture_logs
 
-from broker.lease import LeaseKeeper
+from broker.scheduler.lease import LeaseKeeper
 from subjects.errors import BusError
 from subjects.memory_bus import MemoryBus
 from subjects.memory_hub import MemoryHub
