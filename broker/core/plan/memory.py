@@ -44,8 +44,11 @@ class Memory:
         *,
         routine: bool,
         resizes: bool = True,
+        victims: Mapping[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] | None = None,
     ) -> None:
-        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with."""
+        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with.
+        ``victims`` by place of a new block: who leaves for it."""
+        self._victims = victims or {}
         self._settings = settings
         self._resizes = resizes
         self._look = look
@@ -190,6 +193,13 @@ class Memory:
         record = look.models[block.need].record
         need = look.needs[block.need]
         fixed, least = fixed_bytes(record), self._least(block)
+        victims = self._victims.get(block.place, ())
+        if victims and not all(look.ready(victim) for victim in victims):
+            return  # What is not ready is taken back first.
+        for victim in victims:
+            for key in look.replicas[victim].devices:
+                if key in self._site_of:
+                    self._free[self._site_of[key]] += look.replicas[victim].budget_bytes
         room = min(self._free[site] for site in block.sites) - fixed
         if room * record.gpus < least:
             for site in block.sites:
@@ -200,7 +210,7 @@ class Memory:
         wanted = int(self._settings.start_factor * each) if self._resizes else self._target(block)
         kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))
         keys = tuple(look.problem.sites[site].key for site in block.sites)
-        self.actions.append(StartReplica(record.model_hash, keys, need.text, kv_bytes=kv))
+        self.actions.append(StartReplica(record.model_hash, keys, need.text, victims, kv_bytes=kv))
         self._take(block, fixed + -(-kv // record.gpus))
 
     def _start_spare(self, block: Block) -> None:
