@@ -21,6 +21,7 @@ from broker.core.actions import Actions
 from broker.core.digest import DigestBuilder
 from broker.core.outcomes import Outcomes
 from broker.core.plan.availability import Availability, Outlook
+from broker.core.plan.coordinator import Coordinator
 from broker.core.plan.costs import CostBook
 from broker.core.plan.fairness import Fairness
 from broker.core.plan.feasibility import Feasibility
@@ -92,7 +93,8 @@ a look at once comes no sooner than half of the usual time after another."""
 class SchedulerCore:
     """Pure: events in, commands out. One instance per scheduler process, leader or standby."""
 
-    def __init__(self, settings: SchedulerSettings | None, policy: Policy) -> None:
+    def __init__(self, settings: SchedulerSettings | None = None, policy: Policy | None = None) -> None:
+        """``policy``: another one than the coordinator, for tests and comparisons."""
         self.settings = settings or SchedulerSettings()
         self.pool = Pool(self.settings)
         self.transactions = Transactions(self.settings, self.pool)
@@ -105,7 +107,7 @@ class SchedulerCore:
         self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
         self.costs = CostBook(self.pool)
         self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions, self.costs)
-        self.policy = policy
+        self.policy = policy or Coordinator()
         self.notes: dict[ModelHash, str] = {}
         """Per model the policy's last word on why it has what it has."""
         self.epoch: int | None = None

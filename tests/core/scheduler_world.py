@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from broker.core.plan.coordinator import Coordinator
 from broker.core.plan.policy import Policy
 from broker.core.pool.events import (
     BeatSeen,
@@ -344,7 +343,7 @@ class World:
     ) -> None:
         self.now_s = 100.0
         self.random = random.Random(seed)
-        self.core = SchedulerCore(settings, policy or Coordinator())
+        self.core = SchedulerCore(settings, policy)
         self.agents: list[SimAgent] = []
         self.requests: list[Request] = []
         self.loads: list[tuple[float, str, WorkerId]] = []

@@ -153,7 +153,7 @@ def test_an_idle_model_leaves_after_its_keep_time() -> None:
     world.ask("b")
     world.run(15)
     assert world.loaded() == ["a", "b"]
-    world.run(15)
+    world.run(25)
     assert world.loaded() == ["b"]
 
 

@@ -267,7 +267,9 @@ class Coordinator:
         turn_s = max(s.turn_s, residency_s + 2 * model.load_s)
         ready = [r.since_s for r in model.replicas if r.state is ReplicaState.READY]
         settled = bool(ready) and now_s - max(ready) >= residency_s
-        if idle_s:
+        if idle_s and (record.min_replicas or not model.replicas):
+            lack_none = 1.0
+        elif idle_s:
             lack_none = IDLE_PRICE / (1.0 + idle_s / IDLE_HALF_S) / VALUES[record.sla_class]
         else:
             lack_none = 1.0 + (turn_s if model.replicas else model.oldest_wait_s) / s.urgency_s
