@@ -257,6 +257,7 @@ class Agent:
                 host=platform.node(),
                 devices=config.devices,
                 engines=engines,
+                resizing=tuple(engine for engine in engines if engine is EngineType.SIMULATED),
                 kv=config.kv is not None,
             )
         )

@@ -293,6 +293,8 @@ class Actions:
         record = self._catalogue.of_hash(replica.report.model_hash)
         if record is None:
             return "nobody applied that model"
+        if not replica.report.resizes_kv:
+            return f"the engine of {replica.replica} cannot change its KV while it runs"
         if action.kv_bytes <= 0:
             return f"kv_bytes {action.kv_bytes}: must be positive"
         if action.kv_bytes == replica.report.kv_bytes:

@@ -193,6 +193,7 @@ class AgentCore:
             epoch_seen=self._epoch_seen,
             host=self._settings.host,
             engines=self._settings.engines,
+            resizing=self._settings.resizing,
             devices=tuple(
                 self._ledger.report(device.device, self._resident_bytes(device.device)) for device in self._settings.devices
             ),
@@ -227,6 +228,7 @@ class AgentCore:
             preemptions=replica.preemptions,
             step_s=replica.step_s,
             hit_ratio=replica.hit_ratio if serves else None,
+            resizes_kv=serves and replica.resizes_kv,
         )
 
     @staticmethod

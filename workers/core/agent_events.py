@@ -53,6 +53,8 @@ class AgentSettings:
     engines: tuple[EngineType, ...]
     kv: bool = False
     """Whether a KV node belongs to this worker."""
+    resizing: tuple[EngineType, ...] = ()
+    """Of ``engines``, those whose replicas can change their KV budget while they run."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- events

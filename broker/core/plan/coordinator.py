@@ -230,6 +230,8 @@ class Coordinator:
         wanted = []
         for index, (model, costs) in enumerate(pairs):
             asked = self._need(now_s, model, costs, needs[index], kinds)
+            if model.failed_on in number:
+                asked = replace(asked, avoids=number[model.failed_on])
             wanted.append(self.prospects.adjusted(asked, needs[index]) if self.prospects else asked)
             for replica in model.replicas:
                 for key in replica.devices if replica.stays else ():
@@ -240,7 +242,7 @@ class Coordinator:
                 places = [number[key] for key in replica.devices if key in number]
                 if len(places) == model.record.gpus:
                     held = left = 0
-                    if replica.state is not ReplicaState.READY:
+                    if replica.state is not ReplicaState.READY or not model.resizes_kv:
                         held = replica.budget_bytes
                     elif replica.replica not in self._spares.kept and replica.running:
                         left = fixed_bytes(model.record) + kv_used_bytes(model.record, replica) // model.record.gpus
@@ -258,7 +260,7 @@ class Coordinator:
     def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> Need:
         s = self.settings
         record = model.record
-        kv_min = kv_least_bytes(record, s.memory.kv_tokens_min)
+        kv_min = kv_least_bytes(model, s.memory.kv_tokens_min)
         seen_s = max([need.last_seen_s, *(r.last_used_s for r in model.replicas if r.state is ReplicaState.READY)])
         idle_s = now_s - seen_s if now_s - seen_s >= s.idle_s else 0.0
         keep_s = record.keep_s if record.keep_s is not None else s.keep_s

@@ -65,6 +65,8 @@ class Need:
     """Replicas that it keeps whoever waits."""
     fails: bool = False
     """Its last load failed: for it only those leave that nobody has used for long."""
+    avoids: int = -1
+    """The site where that was: it comes last."""
     replicas_min: int = 0
     """It never has fewer, whoever lacks what."""
     replicas_wanted: int = 0

@@ -158,6 +158,8 @@ class Turns:
         for site, place in enumerate(self.look.problem.sites):
             if place.kind not in need.rates or site in claimed:
                 continue
+            if site == need.avoids and len(self.look.problem.sites) > 1:
+                continue
             offer = self._offer(index, need, site, sellers.get(site, ()))
             if offer is not None:
                 price = sum(seller.price for seller in offer)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from broker.core.plan.costs import CostBook
 from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
-from broker.core.pool.catalogue import Catalogue, DeviceKey
+from broker.core.pool.catalogue import Catalogue, DeviceKey, Model
 from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import SchedulerSettings
 from broker.core.pool.state import COMING, Flow, Pool, Replica, Reservation
 from broker.core.pool.transactions import Transactions
 from subjects.ids import ModelHash, ReplicaId, base_name
-from subjects.messages import EngineType, Mode, ModelRecord, ReplicaReport, ReplicaState
+from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
 
 UNBOUNDED = 1 << 30
-RESIZING = (EngineType.SIMULATED,)
-"""Engines that are taken to change their KV budget while they run, as long as no replica of a model has said."""
 _NO_ARRIVALS = Arrivals()
 
 
@@ -144,10 +142,19 @@ class ViewBuilder:
             may_act=mode is Mode.ACT,
             advises=mode is Mode.ADVISE,
             fails=model.failures > 0,
-            resizes_kv=record.engine_type in RESIZING if model.resizes_kv is None else model.resizes_kv,
+            resizes_kv=self._resizes(record, model),
             finished_output_tokens=flow.finished_output_tokens if flow is not None else 0,
             failed_on=model.failed_on,
         )
+
+    def _resizes(self, record: ModelRecord, model: Model) -> bool:
+        """What its replicas have said; before any has, what the workers say of its engine."""
+        for replica in self._pool.open_replicas(record.model_hash):
+            model.resizes_kv = replica.report.resizes_kv
+        if model.resizes_kv is not None:
+            return model.resizes_kv
+        snapshots = [worker.snapshot for worker in self._pool.workers.values() if worker.snapshot is not None]
+        return any(record.engine_type in snapshot.resizing for snapshot in snapshots)
 
     def _replica(
         self,
