@@ -113,7 +113,7 @@ class ViewBuilder:
         model = catalogue.model(model_hash)
         demand = self._feasibility.demand(model_hash)
         mode = catalogue.mode(model_hash)
-        stays = self._feasibility.all_stay(record)
+        stays = mode is not Mode.ACT or self._feasibility.all_stay(record)
         replicas: list[ReplicaView] = []
         leaving = 0
         for replica in pool.replicas_for(model_hash):

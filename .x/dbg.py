@@ -1,0 +1,16 @@
+from tests.core.scheduler_world import *
+A=record("a")
+world = World(A, record("broken"))
+world.broken.add("broken")
+world.agent(cpu0=1.0)
+world.ask("a")
+world.run(10)
+world.ask("broken")
+world.run(0.5)
+again = world.ask("a")
+for i in range(20):
+    world.run(0.5)
+    print(round(world.now_s,1), world.loaded(), [ (round(t-100,1), type(c.command).__name__) for t,c in world.commands[-3:]], again.refusal, world.core.actions.dropped)
+    v=world.core.views.build(world.now_s)
+    for m in v.models.values(): print('   ', m.record.name, m.waiting, m.replicas and m.replicas[0].state, m.may_load, m.fails)
+    for d in v.devices.values(): print('   ', d.free_planned_bytes, d.memory_bytes)
