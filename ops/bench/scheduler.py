@@ -74,7 +74,6 @@ class Onlooker:
     """A policy that looks and does nothing: what is measured beside it is the scheduler alone."""
 
     name: str = "onlooker"
-    wakes_cold_models: bool = True
     looks: int = 0
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
