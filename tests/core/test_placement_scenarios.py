@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.pool.events import ModelPinned, ModelRemoved, ModelUnpinned, SchedulerSettings, UnloadRequested
+from broker.core.pool.events import ModelPinned, ModelRemoved, ModelUnpinned, UnloadRequested
 from subjects.messages import EngineType
 from tests.core.scheduler_world import World, model_hash, record
 

@@ -242,7 +242,7 @@ class Coordinator:
                 if len(places) == model.record.gpus:
                     held = left = 0
                     if replica.state is not ReplicaState.READY or not model.resizes_kv:
-                        held = replica.budget_bytes
+                        held = fixed_bytes(model.record) + -(-replica.kv_bytes // model.record.gpus)
                     elif replica.replica not in self._spares.kept and replica.running:
                         left = fixed_bytes(model.record) + kv_used_bytes(model.record, replica) // model.record.gpus
                     place = tuple(sorted(places))

@@ -64,7 +64,11 @@ class Feasibility:
         record = self._catalogue.of_hash(model_hash)
         if record is None:
             return False
-        return self.all_stay(record) or self._catalogue.mode(model_hash) is not Mode.ACT or 0 < self.replicas_count(model_hash) <= record.min_replicas
+        return (
+            self.all_stay(record)
+            or self._catalogue.mode(model_hash) is not Mode.ACT
+            or 0 < self.replicas_count(model_hash) <= record.min_replicas
+        )
 
     def held_bytes(self, device: Device) -> int:
         """What stays on a device whatever anybody wants, that which is on its way included."""

@@ -191,7 +191,12 @@ class Turns:
             leave = list({seller.replica: seller for *_, offer in chosen for seller in offer}.values())
             price = sum(seller.price for seller in leave) + self._load_price(need)
             sites = tuple(sorted(site for _, site, _ in chosen))
-            if (leave or not self.layout.of(index)) and price < bid and self._floors_hold(leave) and (best is None or (price, sites) < best[:2]):
+            if (
+                (leave or not self.layout.of(index))
+                and price < bid
+                and self._floors_hold(leave)
+                and (best is None or (price, sites) < best[:2])
+            ):
                 best = (price, sites, leave)
         if best is None:
             return None
@@ -241,7 +246,7 @@ class Turns:
         return True
 
     def _nearest(self, index: int) -> tuple[int, ...]:
-        """The devices that a bidder will most likely get: those of one group with the least that must stay."""
+        """The devices that a bidder will most likely get: those of one group with the most that can become free."""
         need, layout = self.look.problem.needs[index], self.layout
         groups: dict[str, list[tuple[int, int]]] = {}
         for site, place in enumerate(self.look.problem.sites):
@@ -253,8 +258,6 @@ class Turns:
                 if layout.blocks[number].stays
             )
             if stays + need.bytes_min <= place.memory_bytes:
-                groups.setdefault(place.group if need.gpus > 1 else str(site), []).append((stays, site))
-        options = [
-            tuple(site for _, site in sorted(found)[: need.gpus]) for found in groups.values() if len(found) >= need.gpus
-        ]
-        return min(options, default=())
+                groups.setdefault(place.group if need.gpus > 1 else str(site), []).append((stays - place.memory_bytes, site))
+        options = [sorted(found)[: need.gpus] for found in groups.values() if len(found) >= need.gpus]
+        return tuple(site for _, site in min(options, default=()))
