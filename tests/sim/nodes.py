@@ -309,7 +309,7 @@ class ReplicaNode(Actor):
             max_context_len=profile.max_context_len,
             gives_token_ids=True,
             continues=True,
-            resizes_kv=True,
+            resizes_kv=profile.resizes_kv,
             sleeps=True,
         )
         self.serving = True
