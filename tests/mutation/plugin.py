@@ -1,6 +1,6 @@
-"""The pytest side of ``ops.mutation``: records which test runs which line, or runs exactly the planned tests in order.
+"""The pytest side of ``tests.mutation``: records which test runs which line, or runs exactly the planned tests in order.
 
-Loaded with ``-p ops.mutation_plugin`` in a copy of the tree. The environment says what to do:
+Loaded with ``-p tests.mutation.plugin`` in a copy of the tree. The environment says what to do:
 
 - ``CARPOOL_MUTATION_RECORD``: write ``{"seconds": {test: s}, "lines": {file: {line: [test]}}}`` there at the end. A line
   that runs on import belongs to the test ``""``.
