@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 CORES = ("broker/core", "workers/core")
-TREE = ("subjects", "profiles", "kvcache", "broker", "workers", "ops", "tests", "pyproject.toml")
+TREE = ("carpool", "subjects", "profiles", "kvcache", "broker", "workers", "ops", "tests", "pyproject.toml")
 TESTS = "tests/core"
 TESTS_WITHOUT_CORES = ("test_profiles_*", "test_openai_*", "test_devices*")
 KILLED_MIN = 0.85
