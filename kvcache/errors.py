@@ -6,7 +6,7 @@
     ├── KvUnavailable     the node is away, frozen, or broke off
     └── KvRefused         the node is there and says no, with its reason
 
-``kvcache.store`` has its own, of directories that cannot be used; ``kvcache.codecs`` of payloads.
+``kvcache.store.store`` has its own, of directories that cannot be used; ``kvcache.codec.codecs`` of payloads.
 """
 
 from __future__ import annotations

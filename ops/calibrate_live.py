@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from broker.core.signals import TokenWork, allowed_s, twu, twu_raw_s
+from broker.core.plan.signals import TokenWork, allowed_s, twu, twu_raw_s
 from ops.calibrate import LATE_MAX, Measured, Say, Stage, Thresholds, stage_of, thresholds
 from ops.simulator.reality_client import Timed, ask, body
 from subjects.errors import CarpoolError, ConfigError

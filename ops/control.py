@@ -20,7 +20,7 @@ async def control(nats_url: str, verb: str, argument: object, *, timeout_s: floa
     Raises:
         CarpoolError: the scheduler's own refusal, or one line that says who does not answer.
     """
-    from subjects.nats_bus import NatsBus
+    from subjects.nats.bus import NatsBus
 
     bus = await NatsBus.connect(bus_urls(nats_url), name="carpool-cli")
     try:

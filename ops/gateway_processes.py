@@ -2,8 +2,8 @@
 
 This process serves nothing itself. It keeps the port, starts the processes, starts again whichever ends, and passes the end
 on: on SIGTERM or SIGINT all finish what they have begun. Each is a gateway of its own on the bus, named after its number;
-what one holds of requests dies with it alone. Bounds in requests (:class:`broker.core.admission.Limits`) are each process's
-own; the bound on bytes of bodies is the machine's, so it is shared out.
+what one holds of requests dies with it alone. Bounds in requests (:class:`broker.core.requests.admission.Limits`) are
+each process's own; the bound on bytes of bodies is the machine's, so it is shared out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import structlog
 
-from broker.listeners import base_url, reserve
-from broker.siblings import Place
+from broker.gateway.siblings import Place
+from broker.http.listeners import base_url, reserve
 from ops import logs
 from ops.kept import REFUSED, Kept
 from subjects.errors import ConfigError

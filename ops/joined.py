@@ -23,7 +23,7 @@ async def check_nats(nats_url: str, *, must_answer: bool = True) -> None:
     Raises:
         ConfigError: it cannot be reached, has no JetStream, or takes too small messages; with the remedy.
     """
-    from subjects.nats_bus import NatsBus
+    from subjects.nats.bus import NatsBus
 
     timeout_s = CONNECT_S_MAX if must_answer else LOOK_S_MAX
     try:

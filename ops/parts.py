@@ -23,10 +23,10 @@ async def gateway(
     place: tuple[Path, int, int] | None = None,
 ) -> int:
     """Serves HTTP and the NATS ingress until SIGTERM. ``place``: directory, number and count of processes on the port."""
-    from broker.gateway import GatewayOptions
-    from broker.gateway_main import GatewayConfig, run_gateway
-    from broker.http_app import HttpOptions
-    from broker.siblings import Place
+    from broker.gateway.app import HttpOptions
+    from broker.gateway.gateway import GatewayOptions
+    from broker.gateway.main import GatewayConfig, run_gateway
+    from broker.gateway.siblings import Place
 
     logs.configure("gateway" if place is None else f"gateway-{place[1]}")
     http = HttpOptions()
@@ -50,8 +50,8 @@ async def scheduler(
     *, nats_urls: Sequence[str], name: str, state_dir: Path, shards: int, policy: str | None, record: Path | None
 ) -> int:
     """Decides until SIGTERM."""
-    from broker.policies import DEFAULT_POLICY
-    from broker.scheduler import SchedulerConfig, run_scheduler
+    from broker.scheduler.policies import DEFAULT_POLICY
+    from broker.scheduler.shell import SchedulerConfig, run_scheduler
 
     logs.configure("scheduler")
     await check_nats(",".join(nats_urls), must_answer=False)

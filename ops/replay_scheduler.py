@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from broker.policies import make_policy
-from broker.recording import Difference, replay
+from broker.scheduler.policies import make_policy
+from broker.scheduler.recording import Difference, replay
 
 
 def replay_and_tell(file: Path, *, as_json: bool) -> int:

@@ -20,7 +20,7 @@ HASH_BYTES = 16
 def tenant_salt(tenant: str, adapter_hash: str = "") -> bytes:
     """A salt of 16 bytes, so that two tenants never share a block hash, nor two adapters of a model, nor one and its base.
 
-    ``tenant`` is the name of a tenant or of a trust domain of several, whose names are told apart (``broker.http_keys``).
+    ``tenant`` is the name of a tenant or of a trust domain of several, whose names are told apart (``broker.gateway.keys``).
     ``adapter_hash`` is the hex digest of a LoRA adapter's content: KV that it computed is that of no other weights.
     """
     state = hashlib.blake2b(b"carpool-tenant\0" + tenant.encode(), digest_size=HASH_BYTES, key=adapter_hash[:64].encode())

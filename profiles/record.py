@@ -379,7 +379,7 @@ def _kind(task: Task, adapters_rank: int = 0, kv_codec: str = "", *, kv_converte
 
 def _kept_as(signature: str, codec: str, *, converted: bool) -> str:
     """Blocks that a lossy codec may have gone through are never given to a service of the same weights without one, nor
-    those that may have been converted to one that takes none (``kvcache.precision`` reads this)."""
+    those that may have been converted to one that takes none (``kvcache.codec.precision`` reads this)."""
     kept = f"{signature}-{capacity.CONVERTED}" if converted else signature
     return f"{kept}-{codec}" if codec in LOSSY_CODECS else kept
 

@@ -37,7 +37,7 @@ RESERVED_NAMES = frozenset({"auto"})
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 LoadDtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvCodec = Literal["none", "lossless", "fp8", "int4"]
-"""As ``kvcache.codecs`` has them."""
+"""As ``kvcache.codec.codecs`` has them."""
 AdapterRank = Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
 """The bounds that vLLM knows."""
 

@@ -1,6 +1,6 @@
 """The bus as the rest of Carpool sees it: a small protocol, and what its users may count on.
 
-:class:`subjects.nats_bus.NatsBus` is its form, on a server with JetStream. It behaves as a NATS 2.15 server was measured to
+:class:`subjects.nats.bus.NatsBus` is its form, on a server with JetStream. It behaves as a NATS 2.15 server was measured to
 (``tests/contract``): a plain nak is redelivered at once, an expired pull returns its credits, a repeated message id is
 swallowed for two minutes even after the first was acked, memory streams and their consumers are gone after a restart.
 

@@ -37,7 +37,7 @@ from subjects.messages import ControlReply, ControlRequest, Endpoint, InferFrame
 if TYPE_CHECKING:
     import httpx
 
-    from subjects.nats_bus import NatsBus
+    from subjects.nats.bus import NatsBus
 
 CONNECT_TIMEOUT_S: Final = 10.0
 DISCOVERY_TIMEOUT_S: Final = 2.0
@@ -479,7 +479,7 @@ class _Nats:
         self._connecting = asyncio.Lock()
 
     async def _connected(self) -> NatsBus:
-        from subjects.nats_bus import NatsBus
+        from subjects.nats.bus import NatsBus
 
         async with self._connecting:
             if self._bus is None:

@@ -150,7 +150,7 @@ async def run_agent(config: AgentConfig) -> int:
     Raises:
         ConfigError: the state directory cannot be used.
     """
-    from subjects.nats_bus import NatsBus
+    from subjects.nats.bus import NatsBus
 
     worker = WorkerId(incarnated(config.name))
     state = StateDirectory(config.state_dir)

@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from kvcache.client import KvNode
-from kvcache.node_messages import KvStats
-from kvcache.node_settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
+from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
+from kvcache.wire.client import KvNode
+from kvcache.wire.messages import KvStats
 from subjects.errors import CarpoolError
 from subjects.ids import ReplicaId, WorkerId
 from subjects.messages import EvictKv, KvModelReport, KvReport, KvTier, KvTierReport, MigrateKv
@@ -55,7 +55,7 @@ EXIT_SETTINGS = 2
 EXIT_LOCKED = 3
 EXIT_LISTEN = 4
 EXIT_MEMORY = 5
-"""As ``kvcache.node_main`` has them, which this process does not import: it brings the store along."""
+"""As ``kvcache.node.main`` has them, which this process does not import: it brings the store along."""
 MODELS_TOLD_MAX = 64
 READY_BYTES_MAX = 4096
 
@@ -200,7 +200,7 @@ class KvKeeper:
     def _spawn(self, settings: NodeSettings, stderr_fd: int) -> subprocess.Popen[bytes]:
         urls = {NATS_VARIABLE: " ".join(self._nats_urls), REDIS_VARIABLE: self._config.redis_url}
         return subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
-            [sys.executable, "-P", "-m", "kvcache.node_main", msgspec.json.encode(settings).decode()],
+            [sys.executable, "-P", "-m", "kvcache.node.main", msgspec.json.encode(settings).decode()],
             env={**our_environment(), **urls},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -243,7 +243,7 @@ class Replica:
         return info
 
     async def _connect(self) -> Bus:
-        from subjects.nats_bus import NatsBus
+        from subjects.nats.bus import NatsBus
 
         while True:
             try:

@@ -27,4 +27,4 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     turns_directory: str = ""
     """Where engines that share a device take turns (``workers.turns``); empty: each steps when it likes."""
     kv_socket: str = ""
-    """Where the worker's KV node listens (``kvcache.client``); empty: KV stays in the engine."""
+    """Where the worker's KV node listens (``kvcache.wire.client``); empty: KV stays in the engine."""

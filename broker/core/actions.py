@@ -10,16 +10,16 @@ import math
 from collections.abc import Sequence
 from typing import assert_never
 
-from broker.core.catalogue import Catalogue
-from broker.core.describe import bytes_text
 from broker.core.digest import DigestBuilder
-from broker.core.journal import Resumption
-from broker.core.planning import Planner
-from broker.core.policy import Action, ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
-from broker.core.pool import COMING, Device, Pool, Replica
-from broker.core.scheduler_events import MODELS_PER_DEVICE, Placement, SchedulerCommand, SchedulerSettings
-from broker.core.transaction import Kind, Transaction
-from broker.core.transactions import Transactions
+from broker.core.plan.availability import Planner
+from broker.core.plan.policy import Action, ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
+from broker.core.pool.catalogue import Catalogue
+from broker.core.pool.describe import bytes_text
+from broker.core.pool.events import MODELS_PER_DEVICE, Placement, SchedulerCommand, SchedulerSettings
+from broker.core.pool.journal import Resumption
+from broker.core.pool.state import COMING, Device, Pool, Replica
+from broker.core.pool.transaction import Kind, Transaction
+from broker.core.pool.transactions import Transactions
 from profiles.budget import with_kv
 from subjects.ids import ModelHash, ReplicaId, WorkerId, base_name
 from subjects.messages import KvOrder, Mode, ModelRecord, ReplicaState

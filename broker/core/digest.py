@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from broker.core.fairness import Fairness
-from broker.core.planning import Outlook
-from broker.core.pool import Pool, Presence, Replica
-from broker.core.scheduler_events import PublishDigest, SchedulerSettings
+from broker.core.plan.availability import Outlook
+from broker.core.plan.fairness import Fairness
+from broker.core.pool.events import PublishDigest, SchedulerSettings
+from broker.core.pool.state import Pool, Presence, Replica
 from subjects.ids import ReplicaId
 from subjects.messages import (
     Lane,

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.core.describe import bytes_text, model_state, seconds_text
-from broker.core.journal import Recorded, Step, TransactionLog
-from broker.core.placement import SchedulerCore
-from broker.core.pool import Demand, Device, Presence, Replica
-from broker.core.transaction import Stage, Transaction
+from broker.core.pool.describe import bytes_text, model_state, seconds_text
+from broker.core.pool.journal import Recorded, Step, TransactionLog
+from broker.core.pool.state import Demand, Device, Presence, Replica
+from broker.core.pool.transaction import Stage, Transaction
+from broker.core.scheduler import SchedulerCore
 from subjects.ids import ReplicaId
 from subjects.messages import (
     DrainReplica,

@@ -6,13 +6,13 @@ import math
 from typing import assert_never
 
 from broker.core.actions import Actions
-from broker.core.catalogue import Catalogue, DeviceKey
 from broker.core.digest import DigestBuilder
-from broker.core.pool import Pool, Replica
-from broker.core.scheduler_events import RaiseAlert, SchedulerCommand, SchedulerSettings
-from broker.core.siting import Want
-from broker.core.transaction import Fault, Stage, Transaction
-from broker.core.transactions import Transactions
+from broker.core.plan.feasibility import Want
+from broker.core.pool.catalogue import Catalogue, DeviceKey
+from broker.core.pool.events import RaiseAlert, SchedulerCommand, SchedulerSettings
+from broker.core.pool.state import Pool, Replica
+from broker.core.pool.transaction import Fault, Stage, Transaction
+from broker.core.pool.transactions import Transactions
 from subjects.ids import DeviceId, ModelHash, WorkerId
 from subjects.messages import Alert, ModelRecord, Severity
 

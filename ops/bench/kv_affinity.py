@@ -15,9 +15,9 @@ import time
 import tracemalloc
 from typing import Any
 
-from broker.core.affinity import PromptPrefix, ReuseCosts, prompt_prefix, reuse_costs
-from broker.core.hands import Hands
-from broker.core.live_request import LiveRequest
+from broker.core.requests.affinity import PromptPrefix, ReuseCosts, prompt_prefix, reuse_costs
+from broker.core.requests.links import Hands
+from broker.core.requests.live import LiveRequest
 from kvcache.core.identity import spans_of
 from kvcache.core.prefix_index import PrefixIndex
 from ops.bench.kv import KvBench

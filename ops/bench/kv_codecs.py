@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from kvcache import codec_numbers, codecs
-from kvcache.codecs import Levels
+from kvcache.codec import codecs
+from kvcache.codec import numbers as codec_numbers
+from kvcache.codec.codecs import Levels
 from kvcache.core.identity import KvSignature
 from ops.bench.kv import KvBench
 from profiles.smollm2 import NAME, ensure_smollm2

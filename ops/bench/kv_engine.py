@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvcache.node_settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
+from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
 from ops.bench import shared_docs
 from ops.bench.kv import KvBench
 from subjects.errors import CarpoolError
@@ -233,7 +233,7 @@ async def _engines(source: Path, directory: Path) -> AsyncIterator[dict[str, Ben
         host_bytes_max=HOST_BYTES,
         exit_with_stdin=True,
     )
-    command = [sys.executable, "-m", "kvcache.node_main", msgspec.json.encode(settings).decode()]
+    command = [sys.executable, "-m", "kvcache.node.main", msgspec.json.encode(settings).decode()]
     environment = {name: value for name, value in os.environ.items() if name not in (NATS_VARIABLE, REDIS_VARIABLE)}
     with (directory / "node.log").open("wb") as log:
         node = await asyncio.create_subprocess_exec(

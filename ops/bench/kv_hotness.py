@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from redis.asyncio import Redis
 
-from kvcache.redis_index import IndexState, RedisIndex, RedisIndexSettings, SpanAccess
+from kvcache.shared.index import IndexState, RedisIndex, RedisIndexSettings, SpanAccess
 from ops.bench.kv import KvBench
 from ops.kept import Kept
 from ops.servers import free_port, port_is_free, valkey_server_argv

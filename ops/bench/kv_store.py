@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
-from kvcache.store import UNSYNCED_BYTES_MAX, KvStore, StoredBlock
+from kvcache.store.store import UNSYNCED_BYTES_MAX, KvStore, StoredBlock
 from ops.bench.kv import KvBench
 from subjects.errors import CarpoolError, ConfigError
 

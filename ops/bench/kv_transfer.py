@@ -25,12 +25,12 @@ from typing import Any
 
 import msgspec
 
-from kvcache.client import KvClient, KvNode
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
-from kvcache.data_bytes import prepare_socket
 from kvcache.errors import KvUnavailable
-from kvcache.node_messages import KvUse
-from kvcache.node_settings import NATS_VARIABLE, NodeSettings
+from kvcache.node.data_bytes import prepare_socket
+from kvcache.node.settings import NATS_VARIABLE, NodeSettings
+from kvcache.wire.client import KvClient, KvNode
+from kvcache.wire.messages import KvUse
 from ops.bench.kv import KvBench
 from ops.kept import Kept
 from ops.servers import free_port, nats_server_argv, port_is_free
@@ -40,7 +40,7 @@ from subjects.codec import decode, encode
 from subjects.errors import BusError, CarpoolError
 from subjects.ids import ReplicaId, WorkerId
 from subjects.messages import KvAsk, KvOffer
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 737_280
@@ -163,7 +163,7 @@ class _Node:
             worker=worker, socket_path=self.path, host_bytes_max=(BLOCKS + 64) * pages * PAGE_BYTES + (1 << 29)
         )
         self.process = subprocess.Popen(  # noqa: S603 - our own module under our own interpreter
-            [sys.executable, "-P", "-m", "kvcache.node_main", msgspec.json.encode(settings).decode()],
+            [sys.executable, "-P", "-m", "kvcache.node.main", msgspec.json.encode(settings).decode()],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), NATS_VARIABLE: nats_url},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 from msgspec import structs
 
-from kvcache import kvc_format
 from kvcache.core.identity import PAGE_BYTES
+from kvcache.store import format as kvc_format
 from ops.control import control
 from ops.kv_orders import carried_out
 from ops.prove.kv_places import MODEL, Place, Tally, document, questions, right_answers, running_place, services_of
@@ -320,7 +320,7 @@ def _with_identity(file: Path, *, signature_model: str | None, salt: bytes | Non
 @contextlib.asynccontextmanager
 async def _heard(place: Place, alerts: list[str]) -> AsyncIterator[None]:
     """Kinds of alerts, as they come."""
-    from subjects.nats_bus import NatsBus
+    from subjects.nats.bus import NatsBus
 
     def hear(message: BusMessage) -> None:
         alerts.append(decode(message.payload, Alert).kind)

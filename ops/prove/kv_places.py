@@ -154,7 +154,7 @@ class Place:
         found = []
         for child in psutil.Process(self.pool.pid(part)).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "kvcache.node_main" in child.cmdline():
+                if "kvcache.node.main" in child.cmdline():
                     found.append(child)
         return found
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from broker.policies import make_policy
-from broker.recording import replay
+from broker.scheduler.policies import make_policy
+from broker.scheduler.recording import replay
 from ops.control import control
 from ops.prove.workplace import (
     Answer,
@@ -44,7 +44,7 @@ from subjects.messages import (
     UnloadReplica,
     WorkerCommand,
 )
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 
 LEAD_S_MAX = 2.0
 """From the leader's death to its successor's lead (SCH-12)."""

@@ -192,7 +192,7 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int, *
 async def load_commands(pool: Pool) -> AsyncIterator[list[LoadModel]]:
     """A wiretap: every load command on the bus, once per operation."""
     from subjects.bus import BusMessage
-    from subjects.nats_bus import NatsBus
+    from subjects.nats.bus import NatsBus
 
     seen: dict[str, LoadModel] = {}
     loads: list[LoadModel] = []

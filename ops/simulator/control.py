@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from broker.core.placement import SchedulerCore
-from broker.core.policy import Policy
-from broker.core.scheduler_events import (
+from broker.core.plan.policy import Policy
+from broker.core.pool.events import (
     AppendJournal,
     BusRoundTripMade,
     CommandAnswered,
@@ -33,6 +32,7 @@ from broker.core.scheduler_events import (
     Ticked,
     WorkerReported,
 )
+from broker.core.scheduler import SchedulerCore
 from ops.simulator.link import NodeLink
 from ops.simulator.metrics import Meter
 from ops.simulator.replicas import SimReplica

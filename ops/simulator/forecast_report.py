@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from broker.core.forecast import ALL_CLASSES, Forecaster, Key
+from broker.core.plan.forecast import ALL_CLASSES, Forecaster, Key
 from ops.simulator import week
 from ops.simulator.models import work_s
 from ops.simulator.types import SimModel, Trace

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from broker.core.capacity import prefill_work_s
-from broker.core.catalogue import DeviceKey
-from broker.core.learning import PERIOD_S, DeviceScores, LearningSettings
+from broker.core.plan.capacity import prefill_work_s
+from broker.core.plan.learning import PERIOD_S, DeviceScores, LearningSettings
+from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.metrics import quantile
 from ops.simulator.models import sim_model
 from ops.simulator.options import RunOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from broker.core.scheduler_events import SchedulerSettings
+from broker.core.pool.events import SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

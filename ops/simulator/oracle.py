@@ -13,8 +13,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from broker.core.catalogue import DeviceKey
-from broker.core.policy import Action, Decision, Policy, PoolView, ReplicaView, ResizeReplicaKv, StartReplica, StopReplica
+from broker.core.plan.policy import (
+    Action,
+    Decision,
+    Policy,
+    PoolView,
+    ReplicaView,
+    ResizeReplicaKv,
+    StartReplica,
+    StopReplica,
+)
+from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.foresight import NOTICE_S, Margins, Residency, calm_needed, demand, is_sparse, plan_sparse, plan_steady
 from ops.simulator.types import PolicyContext, PolicyFactory, Result
 from subjects.ids import ModelHash, ReplicaId

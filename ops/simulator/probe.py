@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from broker.core.capacity import Targets, throughput
-from broker.core.windows import Progress, TwuMeter
+from broker.core.plan.capacity import Targets, throughput
+from broker.core.plan.windows import Progress, TwuMeter
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions
 from ops.simulator.queueing import Live

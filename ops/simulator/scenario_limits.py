@@ -6,8 +6,8 @@ import gc
 import time
 from dataclasses import dataclass, field, replace
 
-from broker.core.policy import Decision, Policy, PoolView
-from broker.core.scheduler_events import SchedulerCommand, SchedulerEvent
+from broker.core.plan.policy import Decision, Policy, PoolView
+from broker.core.pool.events import SchedulerCommand, SchedulerEvent
 from ops.simulator.cases import Case
 from ops.simulator.control import Control
 from ops.simulator.metrics import Meter

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from broker.core.policy import Policy
+from broker.core.plan.policy import Policy
 from profiles.costs import chunk_tokens
 from subjects.ids import ModelHash
 from subjects.messages import EngineType, ModelRecord, Sla, SlaClass, StepCosts

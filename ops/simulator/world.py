@@ -14,8 +14,8 @@ from math import inf
 
 import numpy as np
 
-from broker.core.admission import yields_at_s
-from broker.core.demand import DemandLedger, within_slo
+from broker.core.requests.admission import yields_at_s
+from broker.core.requests.demand import DemandLedger, within_slo
 from ops.simulator.device import PACE_SHARE, SimDevice, began, ended, error_factors, wants
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions

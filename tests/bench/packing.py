@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from broker.core.exact import Solution, solve
-from broker.core.layout import Layout
-from broker.core.packing import Plan, plan
-from broker.core.problem import Block, Need, Problem, Site
+from broker.core.plan.layout import Layout
+from broker.core.plan.problem import Block, Need, Problem, Site
+from broker.core.plan.search import Plan, plan
 from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from tests.bench.exact import Solution, solve
 
 GB = 1_000_000_000
 PROBLEMS = 25

@@ -42,7 +42,7 @@ from subjects.messages import (
     WorkerEvent,
     WorkerSnapshot,
 )
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 from workers.processes import start_time

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.client import KvClient, KvNode
+from kvcache.wire.client import KvClient, KvNode
 from subjects.ids import OperationId, ReplicaId, WorkerId
 from subjects.messages import CommandOutcome, EvictKv, KvReport, KvTier, MigrateKv
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.chaos.test_agent_processes import Desk, gone, model
 from tests.servers import NatsServer
 from tests.waiting import until

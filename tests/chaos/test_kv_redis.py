@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from kvcache.redis_index import Held, IndexState, LinkSettings, RedisIndex, RedisIndexSettings, SpanAccess
+from kvcache.shared.index import Held, IndexState, LinkSettings, RedisIndex, RedisIndexSettings, SpanAccess
 from subjects.ids import ModelHash
 from tests.servers import ValkeyServer
 from tests.waiting import until

@@ -27,7 +27,7 @@ from subjects.bus import BusMessage
 from subjects.codec import decode
 from subjects.ids import RequestId
 from subjects.messages import Alert
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from workers.core.simulated import expected_answer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]

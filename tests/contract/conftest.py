@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from subjects.bus import Bus, QueueLimits
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from broker import journal_keeper
-from broker.journal_keeper import JournalKeeper
+from broker.scheduler import journal_keeper
+from broker.scheduler.journal_keeper import JournalKeeper
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import encode

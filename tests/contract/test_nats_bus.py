@@ -17,8 +17,8 @@ from subjects.bus import KvEntry, QueuedTicket
 from subjects.errors import BusError, BusUnavailable, RequestTimeout
 from subjects.ids import ModelKey
 from subjects.messages import Lane, SlaClass
-from subjects.nats_bus import NatsBus
-from subjects.nats_client import NatsClient
+from subjects.nats.bus import NatsBus
+from subjects.nats.client import NatsClient
 from subjects.tasks import end_tasks
 from tests.servers import NatsServer
 from tests.waiting import until

@@ -14,8 +14,8 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from kvcache import redis_scripts as scripts
-from kvcache.redis_index import Held, IndexState, RedisIndex, RedisIndexSettings, SpanAccess
+from kvcache.shared import scripts
+from kvcache.shared.index import Held, IndexState, RedisIndex, RedisIndexSettings, SpanAccess
 from subjects.errors import ConfigError
 from subjects.ids import ModelHash
 from subjects.messages import KvTier, SlaClass

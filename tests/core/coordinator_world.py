@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from broker.core.catalogue import DeviceKey
-from broker.core.policy import (
+from broker.core.plan.policy import (
     Action,
     Arrivals,
     Decision,
@@ -25,6 +24,7 @@ from broker.core.policy import (
     StartReplica,
     StopReplica,
 )
+from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.models import sim_model
 from profiles.costs import length_class, prefill_s
 from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
 from kvcache.core.shelf import Policy
-from kvcache.store import KvStore, StoredBlock
+from kvcache.store.store import KvStore, StoredBlock
 
 NOW_S = 1_900_000_000.0
 

@@ -15,10 +15,10 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from broker.core import request_events as g
-from broker.core.affinity import PromptPrefix, ReuseCosts
-from broker.core.live_request import State
-from broker.core.requests import RequestCore
+from broker.core.requests import events as g
+from broker.core.requests.affinity import PromptPrefix, ReuseCosts
+from broker.core.requests.core import RequestCore
+from broker.core.requests.live import State
 from kvcache.core.prefix_index import PrefixIndex
 from subjects.bus import ACK_WAIT_S, DUPLICATE_WINDOW_S, Stored
 from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId, model_key

@@ -12,9 +12,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from broker.core.placement import SchedulerCore
-from broker.core.policy import Policy
-from broker.core.scheduler_events import (
+from broker.core.plan.policy import Policy
+from broker.core.pool.events import (
     BeatSeen,
     BusRoundTripMade,
     CommandAnswered,
@@ -32,6 +31,7 @@ from broker.core.scheduler_events import (
     Ticked,
     WorkerReported,
 )
+from broker.core.scheduler import SchedulerCore
 from profiles.budget import with_kv
 from subjects.ids import DeviceId, IngressId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (

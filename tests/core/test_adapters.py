@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.core.request_events import GRANT_PART_BYTES_MAX
+from broker.core.requests.events import GRANT_PART_BYTES_MAX
 from subjects.ids import IngressId, ReplicaId, RequestId
 from subjects.messages import Adapter, FailureKind, Lane, SlaClass, Ticket
 from tests.core.test_live_request import live

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.core.admission import (
+from broker.core.requests.admission import (
     RETRY_AFTER_PERMANENT_S,
     Admission,
     Limits,

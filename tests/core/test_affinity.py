@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from broker.core import request_events as e
-from broker.core.affinity import (
+from broker.core.requests import events as e
+from broker.core.requests.affinity import (
     COSTS_DEFAULT,
     HELD_OUT_MAX,
     NOWHERE,
@@ -21,7 +21,7 @@ from broker.core.affinity import (
     prompt_prefix,
     reuse_costs,
 )
-from broker.core.live_request import State
+from broker.core.requests.live import State
 from kvcache.core.prefix_index import PrefixHolders, PrefixIndex, WorkerPrefix
 from subjects.ids import DeviceId, ReplicaId, RequestId, WorkerId
 from subjects.messages import (

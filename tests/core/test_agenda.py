@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.core.agenda import Agenda
+from broker.core.requests.agenda import Agenda
 
 
 def due(agenda: Agenda[object], now_s: float) -> list[object]:

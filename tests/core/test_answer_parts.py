@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.answer_parts import AnswerParts, Change, Closed, Grew, Kind, Opened
+from broker.api.answer_parts import AnswerParts, Change, Closed, Grew, Kind, Opened
 from subjects.ids import RequestId
 from subjects.messages import Delta
 

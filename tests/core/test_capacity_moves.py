@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from broker.core.policy import Decision, PoolView, StartReplica
-from broker.core.scheduler_events import SchedulerSettings
+from broker.core.plan.policy import Decision, PoolView, StartReplica
+from broker.core.pool.events import SchedulerSettings
 from tests.core.scheduler_world import World, record
 
 SMALL = record("m7b", 1.0, max_replicas=4)

@@ -8,9 +8,9 @@ from random import Random
 import msgspec
 import pytest
 
-from broker.core.coordinator import SHUT, Coordinator, CoordinatorSettings, _rates
-from broker.core.needs import ModelNeed
-from broker.core.policy import ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
+from broker.core.plan.coordinator import SHUT, Coordinator, CoordinatorSettings, _rates
+from broker.core.plan.need import ModelNeed
+from broker.core.plan.policy import ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
 from ops.simulator.control import QUIET
 from ops.simulator.models import sim_model
 from ops.simulator.options import RunOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.correction import Correction, CorrectionSettings
+from broker.core.plan.feedback import Correction, CorrectionSettings
 
 TICK_S = 0.2
 

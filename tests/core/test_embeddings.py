@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from broker.core.admission import ModelView, Wish, no_model_fits, rank_models, task_refusal
-from broker.openai_bodies import INPUTS_MAX, parse_body
+from broker.api.openai_bodies import INPUTS_MAX, parse_body
+from broker.core.requests.admission import ModelView, Wish, no_model_fits, rank_models, task_refusal
 from profiles.features import OutputLengths, RequestContext, parse_fields
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.core.exact import PATTERNS_MAX, solve
-from broker.core.layout import Layout
-from broker.core.problem import Problem
+from broker.core.plan.layout import Layout
+from broker.core.plan.problem import Problem
+from tests.bench.exact import PATTERNS_MAX, solve
 from tests.bench.packing import compare, measure_gap, random_problem
 from tests.core.test_layout import site
 from tests.core.test_packing import GOLD, broken, need, there

@@ -21,7 +21,7 @@ for package in (broker, carpool, kvcache, ops, profiles, subjects, workers):
 print("all")
 """
 LEARNING = """
-from broker.policies import make_policy
+from broker.scheduler.policies import make_policy
 from subjects.errors import ConfigError
 make_policy("carpool")
 try:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from broker.core.fairness import Fairness, FairnessSettings
-from broker.core.placement import SchedulerCore
-from broker.core.scheduler_events import (
+from broker.core.plan.fairness import Fairness, FairnessSettings
+from broker.core.pool.events import (
     BusRoundTripMade,
     IngressReported,
     LeadershipGained,
@@ -17,6 +16,7 @@ from broker.core.scheduler_events import (
     SchedulerCommand,
     Ticked,
 )
+from broker.core.scheduler import SchedulerCore
 from subjects.ids import IngressId, ModelHash
 from subjects.messages import IngressTelemetry, Lane, ModelDemand, ModelRecord, SlaClass, StepCosts
 

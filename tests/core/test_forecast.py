@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.core.forecast import ALL_CLASSES, NOTHING, DeclaredEvent, Forecaster, ForecastSettings
-from broker.core.seasons import BIN_S, DAY_BINS, Seasons
-from broker.core.series import Ring, Series, surge_share
+from broker.core.plan.forecast import ALL_CLASSES, NOTHING, DeclaredEvent, Forecaster, ForecastSettings
+from broker.core.plan.seasons import BIN_S, DAY_BINS, Seasons
+from broker.core.plan.series import Ring, Series, surge_share
 from subjects.ids import ModelHash
 
 A, B = ModelHash("a" * 64), ModelHash("b" * 64)

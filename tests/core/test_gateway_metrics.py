@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.gateway_metrics import GatewayMetrics
+from broker.gateway.metrics import GatewayMetrics
 from subjects.ids import ModelHash
 from subjects.messages import PoolDigest, PoolKv, PoolModel
 

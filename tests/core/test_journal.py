@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from broker.core.catalogue import Catalogue
-from broker.core.journal import STEPS_MAX, Course, TransactionLog, resume
-from broker.core.pool import Pool
-from broker.core.scheduler_events import SchedulerSettings
+from broker.core.pool.catalogue import Catalogue
+from broker.core.pool.events import SchedulerSettings
+from broker.core.pool.journal import STEPS_MAX, Course, TransactionLog, resume
+from broker.core.pool.state import Pool
 from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     DeviceKind,

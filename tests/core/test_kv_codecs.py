@@ -9,11 +9,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import codec_numbers as numbers
-from kvcache import codecs
-from kvcache.codecs import CODECS, CodecError, Levels, decode, encode, encode_grouped, payload_bytes_max
+from kvcache.codec import codecs, numbers
+from kvcache.codec.codecs import CODECS, CodecError, Levels, decode, encode, encode_grouped, payload_bytes_max
+from kvcache.codec.precision import convert, convertible, convertible_from
 from kvcache.core.identity import KvIdentity, KvSignature
-from kvcache.precision import convert, convertible, convertible_from
 from profiles.capacity import Shape, kv_signature
 
 FORMS = (

@@ -6,10 +6,7 @@ import msgspec
 import pytest
 
 from broker.core.explain import explain_transaction
-from broker.core.journal import Course, TransactionLog, resume
-from broker.core.kv_tiers import KvTiers
-from broker.core.placement import SchedulerCore
-from broker.core.scheduler_events import (
+from broker.core.pool.events import (
     AppendJournal,
     JournalRestored,
     KvOrdered,
@@ -20,6 +17,9 @@ from broker.core.scheduler_events import (
     Ticked,
     WorkerReported,
 )
+from broker.core.pool.journal import Course, TransactionLog, resume
+from broker.core.pool.kv_tiers import KvTiers
+from broker.core.scheduler import SchedulerCore
 from subjects.ids import WorkerId
 from subjects.messages import (
     EvictKv,

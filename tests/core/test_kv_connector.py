@@ -12,11 +12,11 @@ import pytest
 
 np = pytest.importorskip("numpy")
 
-from kvcache.connector_orders import KvRequest, LoadBlocks, SaveBlocks, StepNews, StepOrders, TellUsed  # noqa: E402
-from kvcache.connector_scheduler import ON_ITS_WAY_S, SchedulerSide  # noqa: E402
-from kvcache.connector_worker import AWAY_S, STALL_S, Loader, Ring, Saver, WorkerSide  # noqa: E402
+from kvcache.engine.orders import KvRequest, LoadBlocks, SaveBlocks, StepNews, StepOrders, TellUsed  # noqa: E402
+from kvcache.engine.scheduler import ON_ITS_WAY_S, SchedulerSide  # noqa: E402
+from kvcache.engine.worker import AWAY_S, STALL_S, Loader, Ring, Saver, WorkerSide  # noqa: E402
 from kvcache.errors import KvUnavailable  # noqa: E402
-from kvcache.node_messages import KvUse  # noqa: E402
+from kvcache.wire.messages import KvUse  # noqa: E402
 from profiles.blocks import chain_hashes  # noqa: E402
 from subjects.errors import DecodeError  # noqa: E402
 
@@ -460,7 +460,7 @@ def client() -> Iterator[FakeClient]:
 
 def test_a_load_brings_blocks_in_pieces(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row gets to its block, over several reads, and the load is reported once."""
-    monkeypatch.setattr("kvcache.connector_worker.PIECE_BYTES", 3 * ROW)
+    monkeypatch.setattr("kvcache.engine.worker.PIECE_BYTES", 3 * ROW)
     blocks, woken = FakeBlocks(), threading.Event()
     loader = Loader(blocks, client)
     loader.wake = woken.set

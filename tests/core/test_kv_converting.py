@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from kvcache.codec.precision import convert
 from kvcache.core.fetching import Bandwidths
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
-from kvcache.host_tier import checksums_of, raw_of
-from kvcache.node import Node
-from kvcache.node_precision import PrecisionAdapter
-from kvcache.node_settings import NodeSettings
-from kvcache.precision import convert
+from kvcache.node.host_tier import checksums_of, raw_of
+from kvcache.node.node import Node
+from kvcache.node.precision import PrecisionAdapter
+from kvcache.node.settings import NodeSettings
 from profiles.blocks import chain_hashes
 from subjects.messages import KvTier
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvcache.core.eviction import EvictionOrder
 from kvcache.core.holdings import Holdings, coldest
 from kvcache.core.identity import PAGE_BYTES, KvIdentity, KvSignature
-from kvcache.host_tier import HostBlock, HostTier, checksums_of
+from kvcache.node.host_tier import HostBlock, HostTier, checksums_of
 from profiles.blocks import chain_hashes
 from subjects.ids import ReplicaId
 from subjects.messages import KvTier

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache.connector_orders import KvRequest
 from kvcache.core.identity import KvSignature
+from kvcache.engine.orders import KvRequest
 from kvcache.errors import KvRefused, KvUnavailable
-from kvcache.node_messages import KvUse
+from kvcache.wire.messages import KvUse
 from profiles.blocks import chain_hashes, engine_salt
 from subjects.ids import DeviceId, ModelHash, ReplicaId, RequestId, WorkerId
 from subjects.messages import Endpoint, EngineType, ModelRecord, SlaClass, StepCosts, Task

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvcache.kv_tensors import (  # noqa: E402  # torch may be absent
+from kvcache.engine.tensors import (  # noqa: E402  # torch may be absent
     CPU_FORM,
     BlockView,
     DeviceBlocks,

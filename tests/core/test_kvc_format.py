@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
-from kvcache.kvc_format import (
+from kvcache.store.format import (
     DATA_OFFSET,
     ENTRY_BYTES,
     HEADER_BYTES,

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvcache.segments
-import kvcache.store
-from kvcache.chunks import CHUNK_PAGES, Read
+import kvcache.store.segments
+import kvcache.store.store
 from kvcache.core.identity import PAGE_BYTES
 from kvcache.core.shelf import unit_of
-from kvcache.kvc_format import DATA_OFFSET, ENTRY_BYTES, HEADER_BYTES, SEGMENT_BYTES_MAX, Header, entry_offset, page_offset
-from kvcache.store import Evicted, KvStore, PutResult, Refusal, StoredBlock, StoreLocked, StoreRefused
+from kvcache.store.chunks import CHUNK_PAGES, Read
+from kvcache.store.format import DATA_OFFSET, ENTRY_BYTES, HEADER_BYTES, SEGMENT_BYTES_MAX, Header, entry_offset, page_offset
+from kvcache.store.store import Evicted, KvStore, PutResult, Refusal, StoredBlock, StoreLocked, StoreRefused
 from tests.core.kv_store_world import (
     NOW_S,
     aligned,
@@ -449,8 +449,8 @@ def test_a_read_only_disk_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_file_system_without_direct_writes_or_holes_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes go through the cache, and room comes back with the whole segment."""
-    monkeypatch.setattr(kvcache.segments, "_O_DIRECT", 0)
-    monkeypatch.setattr(kvcache.segments, "_fallocate", None)
+    monkeypatch.setattr(kvcache.store.segments, "_O_DIRECT", 0)
+    monkeypatch.setattr(kvcache.store.segments, "_fallocate", None)
     blocks = chain(30, size=40 * PAGE_BYTES)
     with contextlib.closing(opened(tmp_path, bytes_max=SEGMENT_BYTES_MAX + 8 * 41 * PAGE_BYTES, hot_s=0.0)) as store:
         assert store.put(WHO, blocks[:24], NOW_S).kept == 24
@@ -549,7 +549,7 @@ def test_a_share_of_one_model_is_evicted_to_the_block(tmp_path: Path) -> None:
 
 def test_dropping_many_blocks_lets_others_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A migration or an eviction of thousands of blocks holds the store's lock for some of them at a time."""
-    monkeypatch.setattr(kvcache.store, "_REMOVED_AT_ONCE", 4)
+    monkeypatch.setattr(kvcache.store.store, "_REMOVED_AT_ONCE", 4)
     with contextlib.closing(opened(tmp_path)) as store:
         blocks = chain(10)
         store.put(WHO, blocks, NOW_S)
@@ -729,7 +729,7 @@ def test_a_read_that_fails_leaves_the_callers_buffers_alone(tmp_path: Path, monk
         parts: list[Read] = []
         run, failed, writing = Read.run, threading.Event(), threading.Event()
 
-        def run_or_fail(read: Read, files: kvcache.segments.SegmentFiles) -> int:
+        def run_or_fail(read: Read, files: kvcache.store.segments.SegmentFiles) -> int:
             parts.append(read)
             if read.first_slot == 0:
                 assert writing.wait(10)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.core.layout import Layout, Score, cramped_lack
-from broker.core.problem import Block, Need, Prices, Problem, Site
-from broker.core.sharing import served_share, share_of_all, share_of_time
+from broker.core.plan.layout import Layout, Score, cramped_lack
+from broker.core.plan.problem import Block, Need, Prices, Problem, Site
+from broker.core.plan.sharing import served_share, share_of_all, share_of_time
 from subjects.ids import DeviceId, ReplicaId, WorkerId
 from tests.core.scheduler_world import model_hash
 

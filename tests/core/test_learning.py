@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from broker.core.catalogue import DeviceKey
-from broker.core.learning import DeviceScores, LearningSettings, Signs
+from broker.core.plan.learning import DeviceScores, LearningSettings, Signs
+from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeviceId, ModelHash, WorkerId
 
 A, B = ModelHash("a" * 64), ModelHash("b" * 64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.live_request import GRANT_PART_TOKENS_MAX, LiveRequest, Taken
-from broker.core.request_events import GRANT_PART_BYTES_MAX
+from broker.core.requests.events import GRANT_PART_BYTES_MAX
+from broker.core.requests.live import GRANT_PART_TOKENS_MAX, LiveRequest, Taken
 from subjects.messages import Grant
 from tests.core.test_requests import R, delta, profile
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.openai_answers import AnswerHead, ChunkWriter, WholeAnswer, as_events
+from broker.api.openai_answers import AnswerHead, ChunkWriter, WholeAnswer, as_events
 from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint, Usage
 from tests.openai_shapes import check_stream, check_whole, said, said_in_stream

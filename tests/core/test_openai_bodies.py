@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from broker.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, EmbeddingBody, parse_body
+from broker.api.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, EmbeddingBody, parse_body
 from profiles.features import OutputLengths, RequestContext, parse_fields
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker import anthropic_answers, anthropic_bodies, responses_bodies
-from broker.anthropic_bodies import MessagesBody
-from broker.openai_bodies import parse_body
-from broker.responses_bodies import ResponsesBody
+from broker.api import anthropic_answers, anthropic_bodies, responses_bodies
+from broker.api.anthropic_bodies import MessagesBody
+from broker.api.openai_bodies import parse_body
+from broker.api.responses_bodies import ResponsesBody
 from subjects.errors import ApiError
 from subjects.messages import Endpoint
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.scheduler_events import DigestRestored, LeadershipGained, ModelPinned, SchedulerSettings
+from broker.core.pool.events import DigestRestored, LeadershipGained, ModelPinned, SchedulerSettings
 from subjects.messages import DrainReplica, EngineType, LoadModel, PoolDigest, PoolModel, ReplicaState, TimelineEntry
 from tests.core.scheduler_world import UNIX_S, record
 from tests.core.test_placement import A, B, Bench, C, V, commands, listed, sent, settled

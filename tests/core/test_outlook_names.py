@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core import request_events as e
-from broker.core.admission import ModelView, pool_refusal
-from broker.core.scheduler_events import ModelApplied, ModelPinned, ModelRemoved
+from broker.core.pool.events import ModelApplied, ModelPinned, ModelRemoved
+from broker.core.requests import events as e
+from broker.core.requests.admission import ModelView, pool_refusal
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import LoadModel, ModelRecord, PoolModel
 from tests.core.scheduler_world import model_hash, record

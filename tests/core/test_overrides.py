@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.core import overrides
-from broker.core.overrides import changes, device_name, key_of, split_device, with_override, without
-from broker.core.scheduler_events import (
+from broker.core.pool import overrides
+from broker.core.pool.events import (
     DeviceLocked,
     DeviceUnlocked,
     LoadDeclared,
@@ -26,6 +25,7 @@ from broker.core.scheduler_events import (
     WorkerClosed,
     WorkerOpened,
 )
+from broker.core.pool.overrides import changes, device_name, key_of, split_device, with_override, without
 from subjects.errors import ConfigError
 from subjects.ids import DeviceId, ReplicaId
 from subjects.messages import DeclaredLoad, Mode, Override, OverrideKind, Overrides

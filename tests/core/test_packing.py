@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.core.layout import Layout
-from broker.core.packing import Plan, Search, named, plan
-from broker.core.problem import Block, Need, Problem
+from broker.core.plan.layout import Layout
+from broker.core.plan.problem import Block, Need, Problem
+from broker.core.plan.search import Plan, Search, named, plan
 from subjects.ids import ReplicaId
 from tests.core import test_layout as layouts
 from tests.core.test_layout import A100, H100, site

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from broker.core.placement import SchedulerCore
-from broker.core.scheduler_events import (
+from broker.core.pool.events import (
     AppendJournal,
     BeatSeen,
     BusRoundTripMade,
@@ -33,7 +32,8 @@ from broker.core.scheduler_events import (
     Ticked,
     WorkerReported,
 )
-from broker.core.transactions import TRANSITIONS, Stage
+from broker.core.pool.transactions import TRANSITIONS, Stage
+from broker.core.scheduler import SchedulerCore
 from subjects.ids import DeviceId, IngressId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     CommandOutcome,

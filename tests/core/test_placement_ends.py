@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.scheduler_events import OperationSeen, SchedulerCommand, SendCommand
-from broker.core.transactions import Stage
+from broker.core.pool.events import OperationSeen, SchedulerCommand, SendCommand
+from broker.core.pool.transactions import Stage
 from subjects.ids import ReplicaId
 from subjects.messages import CommandOutcome, LoadModel, ReplicaDied, ReplicaState, UnloadReplica
 from tests.core.scheduler_world import GIB, record

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from broker.core.policy import (
+from broker.core.plan.policy import (
     Action,
     Decision,
     PoolView,
@@ -17,7 +17,7 @@ from broker.core.policy import (
     StartReplica,
     StopReplica,
 )
-from broker.core.scheduler_events import SchedulerSettings
+from broker.core.pool.events import SchedulerSettings
 from tests.core.scheduler_world import GIB, World, record
 
 QUICK = SchedulerSettings(minority_wait_s_max=4.0, residency_s_min=2.0, idle_release_s=1.0, drain_s=6.0)

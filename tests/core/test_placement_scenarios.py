@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.scheduler_events import ModelPinned, ModelRemoved, ModelUnpinned, SchedulerSettings, UnloadRequested
+from broker.core.pool.events import ModelPinned, ModelRemoved, ModelUnpinned, SchedulerSettings, UnloadRequested
 from subjects.messages import EngineType
 from tests.core.scheduler_world import World, model_hash, record
 
@@ -168,7 +168,7 @@ def test_a_minimum_replica_comes_back_when_the_newcomer_fails() -> None:
 
 def test_back_off_ends_with_a_new_apply() -> None:
     """Applying a model anew clears its failures at once."""
-    from broker.core.scheduler_events import ModelApplied
+    from broker.core.pool.events import ModelApplied
 
     world = World(record("broken"))
     world.broken.add("broken")

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from broker.core.placement import SchedulerCore
-from broker.core.policy import (
+from broker.core.plan.policy import (
     Action,
     Arrivals,
     Decision,
@@ -18,7 +17,7 @@ from broker.core.policy import (
     StartReplica,
     StopReplica,
 )
-from broker.core.scheduler_events import (
+from broker.core.pool.events import (
     AppendJournal,
     BusRoundTripMade,
     IngressReported,
@@ -37,6 +36,7 @@ from broker.core.scheduler_events import (
     SendCommand,
     WorkerReported,
 )
+from broker.core.scheduler import SchedulerCore
 from profiles.budget import with_kv
 from subjects.ids import DeviceId, IngressId, ReplicaId, WorkerId
 from subjects.messages import (

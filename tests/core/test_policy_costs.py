@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.core.placement import SchedulerCore
-from broker.core.policy import Decision, PoolView, StartReplica
-from broker.core.scheduler_events import LeadershipGained, RegistryLoaded, SchedulerSettings
+from broker.core.plan.policy import Decision, PoolView, StartReplica
+from broker.core.pool.events import LeadershipGained, RegistryLoaded, SchedulerSettings
+from broker.core.scheduler import SchedulerCore
 from subjects.messages import StepCosts
 from tests.core.scheduler_world import GIB, World, record
 from workers.core.agent import AgentCore

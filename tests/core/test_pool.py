@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.scheduler_events import (
+from broker.core.pool.events import (
     BeatSeen,
     BusRoundTripMade,
     ModelApplied,

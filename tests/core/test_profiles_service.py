@@ -11,7 +11,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from kvcache.codecs import CODECS
+from kvcache.codec.codecs import CODECS
 from profiles.service import KvCodec, Spec, json_schema, load_services, parse_services
 from profiles.sizes import parse_size
 from subjects.errors import ConfigError

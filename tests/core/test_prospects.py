@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from broker.core.coordinator import Coordinator, CoordinatorSettings
-from broker.core.forecast import Forecaster
-from broker.core.policy import (
+from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
+from broker.core.plan.forecast import Forecaster
+from broker.core.plan.policy import (
     Decision,
     ExpectedLoad,
     PoolView,
@@ -266,6 +266,7 @@ def test_scores_steer_weights_when_they_are_on() -> None:
 
 def test_off_means_that_nothing_of_the_learning_library_is_loaded() -> None:
     """Importing it takes seconds (SCH-10)."""
-    code = "import sys; from broker.policies import make_policy; make_policy('carpool'); print('river' in sys.modules)"
+    make = "from broker.scheduler.policies import make_policy; make_policy('carpool')"
+    code = f"import sys; {make}; print('river' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core import request_events as g
+from broker.core.requests import events as g
 from subjects.messages import FailureKind, Lane, SlaClass
 from tests.core.protocol_world import Faults, World
 

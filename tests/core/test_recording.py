@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.core.placement import SchedulerCore
-from broker.core.policy import Decision, Policy, PoolView, StartReplica, StopReplica
-from broker.core.scheduler_events import (
+from broker.core.plan.policy import Decision, Policy, PoolView, StartReplica, StopReplica
+from broker.core.pool.events import (
     LeadershipGained,
     LeadershipLost,
     RegistryLoaded,
@@ -19,7 +18,8 @@ from broker.core.scheduler_events import (
     SchedulerSettings,
     UnloadRequested,
 )
-from broker.recording import Recorder, replay
+from broker.core.scheduler import SchedulerCore
+from broker.scheduler.recording import Recorder, replay
 from subjects.errors import ConfigError
 from tests.core.scheduler_world import World, record
 

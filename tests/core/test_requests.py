@@ -7,10 +7,10 @@ from typing import Any, assert_never
 import msgspec
 import pytest
 
-from broker.core import request_events as e
-from broker.core.live_request import TRANSITIONS, State
-from broker.core.request_events import NotStoredReason
-from broker.core.requests import RequestCore
+from broker.core.requests import events as e
+from broker.core.requests.core import RequestCore
+from broker.core.requests.events import NotStoredReason
+from broker.core.requests.live import TRANSITIONS, State
 from subjects.bus import Stored
 from subjects.ids import DeviceId, IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId
 from subjects.messages import (

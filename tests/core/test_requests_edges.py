@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core import request_events as e
-from broker.core.live_request import State
+from broker.core.requests import events as e
+from broker.core.requests.live import State
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import Claim, FailureKind, PoolDigest, PoolModel, Sla, Usage
 from tests.core.test_requests import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.core.priorities import (
+from broker.core.plan.priorities import (
     BOOST_MAX,
     CLASS_VALUES,
     WEIGHT_MAX,
@@ -17,7 +17,7 @@ from broker.core.priorities import (
     densities,
     starvation_turns,
 )
-from broker.core.signals import (
+from broker.core.plan.signals import (
     FAIRNESS_LEVEL,
     Candidate,
     TokenWork,
@@ -36,7 +36,7 @@ from broker.core.signals import (
     twu,
     twu_raw_s,
 )
-from broker.core.windows import READING_S, FairnessWatch, InRow, Progress, TwuMeter
+from broker.core.plan.windows import READING_S, FairnessWatch, InRow, Progress, TwuMeter
 from subjects.ids import ModelHash
 from subjects.messages import SlaClass
 from workers.core.pulling import DEFAULT_WEIGHTS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.catalogue import Catalogue, Model
-from broker.core.demand import DemandLedger
-from broker.core.describe import bytes_text, describe_need, load_s_guess, seconds_text
+from broker.core.pool.catalogue import Catalogue, Model
+from broker.core.pool.describe import bytes_text, describe_need, load_s_guess, seconds_text
+from broker.core.requests.demand import DemandLedger
 from subjects.ids import DeviceId, ModelHash, RequestId, Tenant, WorkerId
 from subjects.messages import Endpoint, Lane, ModelDemand, RequestKind, RequestProfile, SlaClass
 from tests.core.scheduler_world import model_hash, record

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from broker.core.policy import ReplicaView, ResizeReplicaKv, SetReplicaConcurrency
-from broker.core.triggers import (
+from broker.core.plan.policy import ReplicaView, ResizeReplicaKv, SetReplicaConcurrency
+from broker.core.plan.triggers import (
     EaseContention,
     EngineReading,
     EvictNeighbourKv,

@@ -19,7 +19,7 @@ import workers.core
 MODULES = [
     importlib.import_module(found.name)
     for package in (broker.core, workers.core)
-    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
 CLASSES = sorted(
     {
@@ -33,8 +33,8 @@ CLASSES = sorted(
 DATA = [found for found in CLASSES if dataclasses.is_dataclass(found)]
 # What a core keeps and changes itself. Everything else is an event, a command, a setting or an answer.
 STATE = {
-    "broker.core.look.Look",
-    "broker.core.spares.Spares",
+    "broker.core.plan.plan_input.Look",
+    "broker.core.plan.standby.Spares",
     "_Account",
     "_Cell",
     "_Charge",
@@ -68,7 +68,7 @@ STATE = {
     "Unconfirmed",
     "Victim",
     "Worker",
-    "broker.core.members.Device",
+    "broker.core.pool.members.Device",
 }
 
 

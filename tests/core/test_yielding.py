@@ -7,9 +7,9 @@ from math import inf
 import msgspec
 import pytest
 
-from broker.core import request_events as e
-from broker.core.admission import yields_at_s
-from broker.core.live_request import State
+from broker.core.requests import events as e
+from broker.core.requests.admission import yields_at_s
+from broker.core.requests.live import State
 from subjects.messages import ModelDemand, SlaClass, StepCosts
 from tests.core.test_admission import view
 from tests.core.test_requests import OTHER, STORED, Gateway, R, profile

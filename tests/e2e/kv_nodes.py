@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from kvcache.client import KvNode
-from kvcache.node_messages import KvStats
-from kvcache.node_settings import NATS_VARIABLE, NodeSettings
+from kvcache.node.settings import NATS_VARIABLE, NodeSettings
+from kvcache.wire.client import KvNode
+from kvcache.wire.messages import KvStats
 
 START_S_MAX = 30.0
 
@@ -38,7 +38,7 @@ class NodeProcess:
         """Returns when it serves."""
         with (self.home / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvcache.node_main", msgspec.json.encode(self.settings).decode()],
+                [sys.executable, "-m", "kvcache.node.main", msgspec.json.encode(self.settings).decode()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.core.identity import KvSignature
-from kvcache.node_messages import BODY_BYTES_MAX
+from kvcache.wire.messages import BODY_BYTES_MAX
 from workers.engines.vllm_process import prepare_process
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 def test_blocks_too_large_for_a_node_cost_the_tiers(tmp_path: Path, block_bytes: int, starts: bool) -> None:
     """A large model in large blocks is served without tiers; its replica reads no report and asks no node (P2)."""
     prepare_process(on_cpu=True)
-    from kvcache.vllm_connector import CarpoolConnector, ConnectorConfig
+    from kvcache.engine.vllm_connector import CarpoolConnector, ConnectorConfig
 
     connector: Any = CarpoolConnector.__new__(CarpoolConnector)
     connector.config = ConnectorConfig(

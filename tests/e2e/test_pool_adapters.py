@@ -21,7 +21,7 @@ from ops.supervisor import Pool, PoolOptions
 from profiles.smollm2 import ensure_smollm2
 from subjects import names
 from subjects.bus import BusMessage
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.adapters import make_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]

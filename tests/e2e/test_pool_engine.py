@@ -29,7 +29,7 @@ from subjects.client import AsyncCrossModelScheduler
 from subjects.codec import decode
 from subjects.errors import ApiError
 from subjects.messages import Alert
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvcache.kv_tensors import DeviceBlocks, blocks_of, view_blocks  # noqa: E402  # torch may be absent
+from kvcache.engine.tensors import DeviceBlocks, blocks_of, view_blocks  # noqa: E402  # torch may be absent
 
 pytestmark = [
     pytest.mark.gpu,

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CORES = ("broker/core", "workers/core")
+CORES = ("broker/core/plan", "broker/core/requests")
 TREE = ("carpool", "subjects", "profiles", "kvcache", "broker", "workers", "ops", "tests", "pyproject.toml")
 TESTS = "tests/core"
 TESTS_WITHOUT_CORES = ("test_profiles_*", "test_openai_*", "test_devices*")
@@ -144,7 +144,7 @@ def sites_of(root: Path) -> list[list[Mutant]]:
 
     operators = [(name, plugins.get_operator(name)) for name in plugins.operator_names()]
     sites: dict[tuple[str, tuple[int, int], tuple[int, int]], list[Mutant]] = {}
-    for path in sorted(path for core in CORES for path in (root / core).rglob("*.py")):
+    for path in sorted(path for core in CORES for path in (root / core).glob("*.py")):
         source = path.read_text()
         name = str(path.relative_to(root))
         annotations = _annotation_spans(source)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-INHERITED = ("coverage", "hypothesis.stateful", "msgspec", "psutil", "subjects.messages", "subjects.nats_bus")
+INHERITED = ("coverage", "hypothesis.stateful", "msgspec", "psutil", "subjects.messages", "subjects.nats.bus")
 """Neither cores nor tests, whose assertions pytest rewrites when it imports them."""
 POLL_S = 0.02
 OUTPUT_CHARS_MAX = 4000

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
 
-from broker.core import request_events as req
-from broker.core import scheduler_events as sch
-from broker.core.placement import SchedulerCore
-from broker.core.requests import RequestCore
+from broker.core.pool import events as sch
+from broker.core.requests import events as req
+from broker.core.requests.core import RequestCore
+from broker.core.scheduler import SchedulerCore
 from subjects import names
 from subjects.bus import QueuedTicket, Stored
 from subjects.codec import decode, encode

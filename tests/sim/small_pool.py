@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from broker.core.policy import Action, Decision, PoolView, StartReplica
+from broker.core.plan.policy import Action, Decision, PoolView, StartReplica
 from ops.simulator.models import sim_model
 from ops.simulator.traces.draws import poisson, stream
 from ops.simulator.types import LoadLadder, PolicyContext, PoolSpec, SimModel, Trace, Window, Workload

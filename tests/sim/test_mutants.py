@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from broker.core.live_request import LiveRequest, State
-from broker.core.request_events import ClientLeft, RequestCommand, RequestEvent
-from broker.core.requests import RequestCore
+from broker.core.requests.core import RequestCore
+from broker.core.requests.events import ClientLeft, RequestCommand, RequestEvent
+from broker.core.requests.live import LiveRequest, State
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import LoadModel
 from tests.sim.world import Options, Violation, World

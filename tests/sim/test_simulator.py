@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from broker.core.demand import DemandLedger
-from broker.core.placement import SchedulerCore
-from broker.core.policy import Action, PoolView, ResizeReplicaKv, SetReplicaConcurrency, StopReplica
+from broker.core.plan.policy import Action, PoolView, ResizeReplicaKv, SetReplicaConcurrency, StopReplica
+from broker.core.requests.demand import DemandLedger
+from broker.core.scheduler import SchedulerCore
 from ops.simulator import control, queueing, world
 from ops.simulator.control import Control
 from ops.simulator.metrics import Meter, quantile, summarise

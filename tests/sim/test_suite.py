@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from broker.core.policy import Decision, PoolView
+from broker.core.plan.policy import Decision, PoolView
 from ops.cli import main
 from ops.simulator import suite
 from ops.simulator.bound import bound_windows

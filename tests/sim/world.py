@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from broker.core import request_events as req
-from broker.core import scheduler_events as sch
+from broker.core.pool import events as sch
+from broker.core.requests import events as req
 from subjects.codec import decode
 from subjects.ids import IngressId, ModelHash, OperationId, ReplicaId, RequestId, Tenant, WorkerId, base_name
 from subjects.messages import (

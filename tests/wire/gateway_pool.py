@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from broker.gateway import Gateway, GatewayOptions
-from broker.http_app import HttpApp, HttpOptions
-from broker.http_keys import ApiKeys
-from broker.http_server import HttpServer
-from broker.nats_ingress import NatsIngress
+from broker.gateway.app import HttpApp, HttpOptions
+from broker.gateway.gateway import Gateway, GatewayOptions
+from broker.gateway.keys import ApiKeys
+from broker.gateway.nats_ingress import NatsIngress
+from broker.http.server import HttpServer
 from subjects import names
 from subjects.bus import BusMessage, QueuedTicket
 from subjects.codec import decode, encode
@@ -48,7 +48,7 @@ from subjects.messages import (
     Ticket,
     Usage,
 )
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from subjects.tasks import end_tasks
 from tests.waiting import until
 

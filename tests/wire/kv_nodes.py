@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from kvcache.client import KvClient, KvNode
 from kvcache.core.identity import KvSignature
-from kvcache.node_messages import KvUse
-from kvcache.node_settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
+from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
+from kvcache.wire.client import KvClient, KvNode
+from kvcache.wire.messages import KvUse
 from profiles.blocks import chain_hashes
 from subjects.ids import ReplicaId
 
@@ -41,7 +41,7 @@ USE = KvUse(tenant="t", request="r-1")
 
 
 class NodeProcess:
-    """One ``python -m kvcache.node_main``."""
+    """One ``python -m kvcache.node.main``."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class NodeProcess:
         """Starts it and waits for its ready line."""
         settings = msgspec.json.encode(self.settings).decode() if argument is None else argument
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvcache.node_main", settings],
+            [sys.executable, "-P", "-m", "kvcache.node.main", settings],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **self._urls},
             stdin=stdin,
             stdout=subprocess.PIPE,

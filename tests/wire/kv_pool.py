@@ -34,7 +34,7 @@ from subjects.messages import (
     Room,
     Ticket,
 )
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, Run, Script, ScriptedReplica
 

@@ -21,7 +21,7 @@ from subjects import names
 from subjects.bus import BusMessage
 from subjects.codec import decode, encode
 from subjects.messages import ControlReply, ControlRequest, Endpoint, InferFrame, InferRequest, Usage
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from broker.core.recent_requests import RecentRequests
-from broker.recording import replay
-from broker.scheduler import Scheduler, SchedulerConfig
+from broker.gateway.recent_requests import RecentRequests
+from broker.scheduler.recording import replay
+from broker.scheduler.shell import Scheduler, SchedulerConfig
 from ops.cli import main
 from profiles.registry import Registry
 from subjects import names
@@ -20,7 +20,7 @@ from subjects.bus import BusMessage
 from subjects.codec import encode
 from subjects.ids import IngressId, ReplicaId, RequestId
 from subjects.messages import Endpoint, Lane, RequestProfile, RequestStory, SlaClass
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.core.scheduler_world import model_hash, record
 from tests.servers import NatsServer
 from tests.waiting import until

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import structlog
 
-from broker import kv_sync
-from broker.core.affinity import reuse_costs
-from broker.gateway import GatewayOptions
-from broker.http_keys import ApiKeys, Caller
+from broker.core.requests.affinity import reuse_costs
+from broker.gateway import kv_sync
+from broker.gateway.gateway import GatewayOptions
+from broker.gateway.keys import ApiKeys, Caller
 from kvcache.core.identity import SALT_BYTES
 from kvcache.core.prefix_index import NOBODY
 from profiles.blocks import tenant_salt

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from broker import exchange, http_protocol
+from broker.gateway import exchange
+from broker.http import protocol as http_protocol
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, Run, open_pool, record

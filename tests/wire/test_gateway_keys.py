@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.gateway_main import GatewayConfig, run_gateway
-from broker.http_keys import ApiKeys, Caller
-from broker.listeners import is_loopback
+from broker.gateway.keys import ApiKeys, Caller
+from broker.gateway.main import GatewayConfig, run_gateway
+from broker.http.listeners import is_loopback
 from subjects.errors import ApiError, ConfigError
 from subjects.ids import Tenant
 from subjects.messages import SlaClass

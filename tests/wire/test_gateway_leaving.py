@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from broker import http_protocol
-from broker.gateway import GatewayOptions
+from broker.gateway.gateway import GatewayOptions
+from broker.http import protocol as http_protocol
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, Run, open_pool, record

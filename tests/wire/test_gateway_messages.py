@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from anthropic import AsyncAnthropic
 
-from broker.http_app import HttpOptions
-from broker.http_keys import ApiKeys, Caller
+from broker.gateway.app import HttpOptions
+from broker.gateway.keys import ApiKeys, Caller
 from profiles.tiny import make_tiny
 from profiles.tokenizer import ModelTokenizer
 from subjects.ids import Tenant

@@ -6,7 +6,7 @@ import asyncio
 
 from subjects import names
 from subjects.codec import encode
-from subjects.nats_kv import KvWatch
+from subjects.nats.kv import KvWatch
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import open_pool, record

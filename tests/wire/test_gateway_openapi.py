@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from starlette.routing import Route
 
-from broker.http_app import ANSWERED_HERE, HOT_ROUTES, OPEN_ROUTES
-from broker.openai_bodies import WITHHELD_FIELDS, ChatBody
-from broker.other_apis import OTHER_APIS
+from broker.api.openai_bodies import WITHHELD_FIELDS, ChatBody
+from broker.gateway.app import ANSWERED_HERE, HOT_ROUTES, OPEN_ROUTES
+from broker.gateway.other_apis import OTHER_APIS
 from tests.servers import NatsServer
 from tests.wire.gateway_pool import Pool, open_pool, record
 

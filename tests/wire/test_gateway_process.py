@@ -14,18 +14,18 @@ import httpx
 import psutil
 import pytest
 
-from broker.gateway_main import DESCRIPTORS_MAX
+from broker.gateway.main import DESCRIPTORS_MAX
 from subjects import names
 from subjects.codec import encode
 from subjects.messages import ModelRecord, SlaClass
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import WAIT_S, Run, ScriptedReplica, record
 
 MAIN = """
 import asyncio, sys
-from broker.gateway_main import GatewayConfig, run_gateway
+from broker.gateway.main import GatewayConfig, run_gateway
 config = GatewayConfig(nats_urls=(sys.argv[1],), port=0, shutdown_s=float(sys.argv[2]))
 sys.exit(asyncio.run(run_gateway(config, on_ready=lambda url: print(url, flush=True))))
 """

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from broker.siblings import joined
+from broker.gateway.siblings import joined
 from subjects import names
 from subjects.codec import encode
 from subjects.messages import ModelRecord, SlaClass
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import WAIT_S, Run, ScriptedReplica, record

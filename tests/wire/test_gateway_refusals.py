@@ -13,7 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from broker.http_app import HttpOptions
+from broker.gateway.app import HttpOptions
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.gateway_pool import Pool, open_pool, record

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from broker.http_app import HttpOptions
+from broker.gateway.app import HttpOptions
 from profiles.tiny import make_tiny
 from profiles.tokenizer import ModelTokenizer
 from subjects.messages import Endpoint

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from openai import APIError, AsyncOpenAI
 
-from broker.core.admission import Limits
-from broker.gateway import GatewayOptions
-from broker.http_app import HttpOptions
+from broker.core.requests.admission import Limits
+from broker.gateway.app import HttpOptions
+from broker.gateway.gateway import GatewayOptions
 from subjects import names
 from subjects.codec import decode
 from subjects.ids import Tenant

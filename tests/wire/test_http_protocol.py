@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from broker import http_protocol
-from broker.http_cycle import UNREAD_BODY_BYTES_MAX, HttpCycle, Message
-from broker.http_protocol import HttpProtocol, ServerState
+from broker.http import protocol as http_protocol
+from broker.http.cycle import UNREAD_BODY_BYTES_MAX, HttpCycle, Message
+from broker.http.protocol import HttpProtocol, ServerState
 from tests.waiting import until
 
 Send = Callable[[Message], Any]

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 import uvloop
 
-from broker import http_server
-from broker.http_protocol import HttpProtocol
-from broker.http_server import Accepter
+from broker.http import server as http_server
+from broker.http.protocol import HttpProtocol
+from broker.http.server import Accepter
 from tests.waiting import until
 
 CLIENTS = 48

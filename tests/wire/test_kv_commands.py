@@ -329,6 +329,6 @@ def test_a_pool_passes_its_flags_on_to_its_worker() -> None:
 
 def test_exit_codes_are_those_of_the_node() -> None:
     """The agent has its own copy, so that it need not import the store."""
-    from kvcache import node_main
+    from kvcache.node import main as node_main
 
     assert (EXIT_SETTINGS, EXIT_LOCKED) == (node_main.EXIT_SETTINGS, node_main.EXIT_LOCKED)

@@ -18,9 +18,9 @@ from threading import Thread
 import msgspec
 import pytest
 
-from kvcache.client import KvClient
 from kvcache.errors import KvUnavailable
-from kvcache.node_messages import LENGTHS_BYTES, Attach, Attached, Found, Read, Write, checksums, frame, joined, lengths
+from kvcache.wire.client import KvClient
+from kvcache.wire.messages import LENGTHS_BYTES, Attach, Attached, Found, Read, Write, checksums, frame, joined, lengths
 from subjects.ids import ReplicaId
 from tests.wire.kv_nodes import (
     BLOCK_BYTES,

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvcache import data_pull
 from kvcache.core.identity import KvIdentity, spans_of
-from kvcache.data_bytes import send_all
-from kvcache.data_pull import Pulled, _check
 from kvcache.errors import KvUnavailable
-from kvcache.node import Node
-from kvcache.node_messages import GREETING, Blocks, Open, Opened, frame, joined
+from kvcache.node import data_pull
+from kvcache.node.data_bytes import send_all
+from kvcache.node.data_pull import Pulled, _check
+from kvcache.node.node import Node
+from kvcache.wire.messages import GREETING, Blocks, Open, Opened, frame, joined
 from profiles.blocks import chain_hashes
 from subjects import names
 from subjects.bus import BusMessage
@@ -29,7 +29,7 @@ from subjects.codec import decode, encode
 from subjects.errors import BusError, DecodeError
 from subjects.ids import WorkerId
 from subjects.messages import KvAsk, KvIndexed, KvOffer, KvSnapshot, KvTier
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.kv_nodes import (

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvcache.client import KvClient, KvNode
-from kvcache.codecs import encode
+from kvcache.codec.codecs import encode
+from kvcache.codec.precision import convert
 from kvcache.core.identity import KvSignature
-from kvcache.precision import convert
+from kvcache.wire.client import KvClient, KvNode
 from profiles.capacity import Shape, kv_signature
 from subjects.ids import ReplicaId
 from tests.wire.kv_nodes import SALT, USE, WEIGHTS_HASH, NodeProcess, chain

@@ -20,19 +20,19 @@ import pytest
 import structlog
 from redis import Redis
 
-import kvcache.node_tiers
-from kvcache.client import KvNode
+import kvcache.node.tiers
 from kvcache.core.holdings import Held
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
-from kvcache.node import TEND_S, Node
-from kvcache.node_main import _join
-from kvcache.node_messages import KvUse
-from kvcache.node_settings import REDIS_VARIABLE
-from kvcache.store import StoredBlock
+from kvcache.node.main import _join
+from kvcache.node.node import TEND_S, Node
+from kvcache.node.settings import REDIS_VARIABLE
+from kvcache.store.store import StoredBlock
+from kvcache.wire.client import KvNode
+from kvcache.wire.messages import KvUse
 from subjects import names
 from subjects.codec import decode
 from subjects.messages import Alert
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer, ValkeyServer
 from tests.wire.kv_nodes import MODEL_HASH, SALT, SIGNATURE, USE, WEIGHTS_HASH, NodeProcess, chain, right, room, row, rows
 
@@ -176,7 +176,7 @@ async def test_evicting_all_leaves_nothing_that_only_the_store_knows(tmp_path: P
 
 async def test_evicting_many_blocks_lets_others_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``evict`` of a million blocks must not keep the node from its engines: some at a time, and all are counted."""
-    monkeypatch.setattr(kvcache.node_tiers, "DROPPED_AT_ONCE", 4)
+    monkeypatch.setattr(kvcache.node.tiers, "DROPPED_AT_ONCE", 4)
     process = NodeProcess(tmp_path, "many-1", disk=True, start=False)
     node = Node(process.settings)
     await node.open(alone=True)
@@ -200,7 +200,7 @@ async def test_evicting_many_blocks_lets_others_in_between(tmp_path: Path, monke
 async def test_a_client_that_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever keeps a node from its bus or from Redis is in its log, and its host is served."""
     monkeypatch.setenv(REDIS_VARIABLE, "redis://:secret@127.0.0.1:1")
-    monkeypatch.setitem(sys.modules, "kvcache.redis_index", None)
+    monkeypatch.setitem(sys.modules, "kvcache.shared.index", None)
     node = Node(NodeProcess(tmp_path, "bare-1", start=False).settings)
     with structlog.testing.capture_logs() as logs:
         assert await _join(node) is None
@@ -338,7 +338,7 @@ def test_bad_settings_are_told_in_a_line(argument: str, tmp_path: Path) -> None:
 def test_it_imports_no_torch_and_serves_soon(tmp_path: Path) -> None:
     """The node's process is small: no torch ever, numpy when a codec wants it, the bus once engines are served."""
     code = (
-        "import sys, kvcache.node_main; print([name for name in ('torch', 'numpy', 'nats', 'redis') if name in sys.modules])"
+        "import sys, kvcache.node.main; print([name for name in ('torch', 'numpy', 'nats', 'redis') if name in sys.modules])"
     )
     said = subprocess.run(
         [sys.executable, "-c", code],

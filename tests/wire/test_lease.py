@@ -7,10 +7,10 @@ from contextlib import suppress
 
 from structlog.testing import capture_logs
 
-from broker.lease import LeaseKeeper
+from broker.scheduler.lease import LeaseKeeper
 from subjects.bus import Bus
 from subjects.errors import BusError
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.core.scheduler_events import LoadDeclared
-from broker.scheduler import Scheduler
+from broker.core.pool.events import LoadDeclared
+from broker.scheduler.shell import Scheduler
 from profiles.registry import Registry
 from subjects import names
 from subjects.codec import decode, encode
@@ -171,7 +171,7 @@ async def test_a_verb_that_fails_inside_is_answered(
         def fails(*_: object) -> None:
             raise KeyError("a secret")
 
-        monkeypatch.setattr("broker.scheduler_control.explain_model", fails)
+        monkeypatch.setattr("broker.scheduler.control.explain_model", fails)
         told = await refused(rig, "explain", {"what": "a"})
         assert told == "explain: failed inside the scheduler (KeyError); its log says where"
         assert not scheduler.broken.done()

@@ -10,7 +10,7 @@ from profiles.registry import Registry
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.messages import ModelRecord
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.core.scheduler_world import record
 from tests.servers import NatsServer
 from tests.waiting import until

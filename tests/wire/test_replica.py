@@ -30,7 +30,7 @@ from subjects.messages import (
     SlaClass,
     Usage,
 )
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.replica_ends import AgentEnd, ScriptedGateway, simulated_record

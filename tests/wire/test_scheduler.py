@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import msgspec
 import pytest
 
-from broker.core.scheduler_events import SchedulerSettings
-from broker.scheduler import Scheduler, SchedulerConfig
+from broker.core.pool.events import SchedulerSettings
+from broker.scheduler.shell import Scheduler, SchedulerConfig
 from ops.servers import free_port
 from profiles.registry import Registry
 from subjects import names
@@ -38,7 +38,7 @@ from subjects.messages import (
     SlaClass,
     UnloadReplica,
 )
-from subjects.nats_bus import NatsBus
+from subjects.nats.bus import NatsBus
 from subjects.tasks import end_tasks
 from tests.core.scheduler_world import GIB, record
 from tests.servers import NatsServer
@@ -382,7 +382,7 @@ def test_sigterm_ends_it_cleanly_with_or_without_a_server(nats_server: NatsServe
     """SIGTERM, and a second one, end the process with code 0 in a few seconds; the lease is given back (D1)."""
     code = (
         "import asyncio, pathlib, sys\n"
-        "from broker.scheduler import SchedulerConfig, run_scheduler\n"
+        "from broker.scheduler.shell import SchedulerConfig, run_scheduler\n"
         "config = SchedulerConfig(nats_urls=(sys.argv[1],), state_dir=pathlib.Path(sys.argv[2]))\n"
         "sys.exit(asyncio.run(run_scheduler(config, on_ready=lambda: print('listens', flush=True))))\n"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from broker import journal_keeper
-from broker.scheduler import Scheduler
+from broker.scheduler import journal_keeper
+from broker.scheduler.shell import Scheduler
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.errors import QueueFull

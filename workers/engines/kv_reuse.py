@@ -2,7 +2,7 @@
 
 Before a request enters the engine its node is asked to make the longest prefix local (``prepare``), for at most as long as
 computing that prefix would take. A node that does not answer is left alone until it does, so that it costs the requests of
-one moment and no more. The connector inside the engine (``kvcache.vllm_connector``) reads and saves the blocks.
+one moment and no more. The connector inside the engine (``kvcache.engine.vllm_connector``) reads and saves the blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from kvcache.client import KvClient, KvNode
-from kvcache.connector_orders import KvRequest
 from kvcache.core.identity import SALT_BYTES, KvSignature
+from kvcache.engine.orders import KvRequest
 from kvcache.errors import KvRefused, KvUnavailable
-from kvcache.node_messages import KvUse
+from kvcache.wire.client import KvClient, KvNode
+from kvcache.wire.messages import KvUse
 from profiles.blocks import chain_hashes
 from profiles.costs import prefill_s
 from subjects.errors import CarpoolError, EngineError, place_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-CONNECTOR_MODULE = "kvcache.vllm_connector"
+CONNECTOR_MODULE = "kvcache.engine.vllm_connector"
 CONNECTOR_CLASS = "CarpoolConnector"
 PREPARE_S_MAX = 10.0
 PREPARE_S_MIN = 0.1
@@ -103,7 +103,7 @@ class KvReuse:
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer import has_kv_transfer_group
 
-        from kvcache.vllm_connector import ConnectorConfig
+        from kvcache.engine.vllm_connector import ConnectorConfig
 
         if has_kv_transfer_group():
             raise EngineError("an engine with KV tiers runs in this process already: start each in one of its own")

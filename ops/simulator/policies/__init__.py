@@ -1,4 +1,4 @@
-"""Policies to compare with, all behind ``broker.core.policy.Policy``: what people run today, what was published, and ours.
+"""Policies to compare with, all behind ``broker.core.plan.policy.Policy``: what people run today, what was published, ours.
 
 Each is faithful to its idea and set as a competent operator would set it; each module says what the idea is, where it comes
 from and what is left out. None but the oracle reads the trace. :data:`POLICIES` has them by the names of the reports.

@@ -1,7 +1,7 @@
-"""Ours (``broker.core.coordinator``), and itself without one mechanism each: which of them wins what.
+"""Ours (``broker.core.plan.coordinator``), and itself without one mechanism each: which of them wins what.
 
 - ``no-forecast``: capacity follows what arrives now; no headroom for bursts is learned, no spares wait for them, and
-  nothing of ``broker.core.prospects`` is asked: seasons, declared events, readings of the engines.
+  nothing of ``broker.core.plan.prewarming`` is asked: seasons, declared events, readings of the engines.
 - ``no-coresidence``: every replica has its devices for itself.
 - ``no-resize``: a replica keeps the KV budget that it was loaded with.
 - ``no-grouping``: nothing keeps requests of one model together on what is loaded: no minimum residency, no calm between
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.core.coordinator import Coordinator, CoordinatorSettings
-from broker.core.headroom import HeadroomSettings
-from broker.core.needs import NeedSettings
+from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
+from broker.core.plan.headroom import HeadroomSettings
+from broker.core.plan.need import NeedSettings
 from ops.simulator.types import PolicyContext
 
 NO_HEADROOM = HeadroomSettings(

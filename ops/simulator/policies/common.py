@@ -6,9 +6,9 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from broker.core.capacity import Load, Targets, compute_share, kv_bytes_needed, prefill_work_s, standing_share
-from broker.core.catalogue import DeviceKey
-from broker.core.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
+from broker.core.plan.capacity import Load, Targets, compute_share, kv_bytes_needed, prefill_work_s, standing_share
+from broker.core.plan.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
+from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, ReplicaState, StepCosts
 

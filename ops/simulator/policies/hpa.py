@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from broker.core.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
+from broker.core.plan.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
 from ops.simulator.policies.common import (
     Every,
     Floor,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from broker.core.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
+from broker.core.plan.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
 from ops.simulator.policies.common import Floor, Recent, costs_of, requests_at, waiting_first
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash, ReplicaId

@@ -15,8 +15,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from broker.core.catalogue import DeviceKey
-from broker.core.policy import Action, Decision, ModelView, PoolView, ReplicaView, ResizeReplicaKv, StartReplica, StopReplica
+from broker.core.plan.policy import (
+    Action,
+    Decision,
+    ModelView,
+    PoolView,
+    ReplicaView,
+    ResizeReplicaKv,
+    StartReplica,
+    StopReplica,
+)
+from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.policies.common import Every, Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash, ReplicaId

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from broker.core.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
+from broker.core.plan.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
 from ops.simulator.policies.common import Every, Floor, Sizer, costs_of, idlest, needed
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash, ReplicaId

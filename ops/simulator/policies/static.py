@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from broker.core.policy import Action, Decision, PoolView, StartReplica
+from broker.core.plan.policy import Action, Decision, PoolView, StartReplica
 from ops.simulator.policies.common import Floor
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash

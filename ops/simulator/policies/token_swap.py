@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from broker.core.catalogue import DeviceKey
-from broker.core.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
+from broker.core.plan.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
+from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.policies.common import Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
 from subjects.ids import ModelHash

@@ -1,0 +1,578 @@
+"""The coordinator: one policy for the whole pool (SCH-3, SCH-4).
+
+At every look it follows what each model asks for (``needs``, ``headroom``). The *fast* part acts at once: a model that lacks
+capacity gets it where that costs least, one in a rush may use its spares, KV moves between neighbours. The *slow* part, once
+a second, looks whether devices can be given up, and whether who lacks in vain can be helped by neighbours that go. What it
+wants is a layout (``layout``, ``packing``); how the pool gets there is here:
+
+* A replica that the layout does without is *doomed*. Once others are ready to take over it is *closed*: it takes nothing
+  new, can be had back at once, and goes when it holds nothing any more, or after ``drain_s``.
+* Beside the layout there may be *spares* (``spares``).
+* A new replica waits until its memory is free; the closed ones and the spares in its way go.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from broker.core.plan.capacity import decode_work_s, prefill_work_s
+from broker.core.plan.layout import Layout
+from broker.core.plan.learning import DeviceScores, LearningSettings
+from broker.core.plan.memory import Memory, MemorySettings
+from broker.core.plan.need import ModelNeed, Needs, NeedSettings, standing
+from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
+from broker.core.plan.policy import (
+    Action,
+    Decision,
+    DeviceView,
+    ModelView,
+    PoolView,
+    ReplicaView,
+    SetReplicaConcurrency,
+    StopReplica,
+)
+from broker.core.plan.prewarming import Prospects, ProspectsSettings
+from broker.core.plan.problem import Block, Need, Prices, Problem, Site
+from broker.core.plan.search import Search, named, plan
+from broker.core.plan.standby import SpareChooser, Spares
+from subjects.ids import ModelHash, ReplicaId
+from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
+
+VALUES = {SlaClass.GOLD: 3000.0, SlaClass.SILVER: 1000.0, SlaClass.BRONZE: 300.0, SlaClass.BATCH: 50.0}
+"""What all of a model's load is worth, in devices."""
+
+FLOOR_S = 60.0
+"""A model without any request for so long needs no share of time."""
+LACK_GROWN = 0.02
+"""Who could not be helped is tried again before the next look of the whole if it lacks so much more."""
+RELIEF_LACK_LARGE = 0.05
+"""In large pools ``relief_lack`` is this."""
+RELIEVED_MAX = 2
+"""Models for which that is tried at one look."""
+TRIALS_LARGE = 400
+"""However large the pool, a look may try so many changes."""
+SHUT = "shut"
+"""Kind of a site to which nothing can come, whatever the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    """The numbers of the coordinator, and switches for ablations. Found by simulation (ops/decisions/0010)."""
+
+    needs: NeedSettings = field(default_factory=NeedSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    prices: Prices = field(default_factory=Prices)
+    prospects: ProspectsSettings | None = field(default_factory=ProspectsSettings)
+    """None: nothing is forecast, and no trigger heard."""
+    learns_devices: bool = False
+    """Routing weights lean towards devices that do better than their profile."""
+    look_s: float = 1.0
+    """The whole layout is looked at this often even if nobody lacks anything."""
+    calm_s: float = 5.0
+    """Replicas move only when nothing has loaded or left for so long."""
+    shrink_tries: int = 2
+    """Devices whose load might move elsewhere that are looked at each time, in turn."""
+    stay_s: float = 6.0
+    """A replica that has served for less is not given up."""
+    close_s: float = 1.0
+    """How long a closed replica can be had back, at least."""
+    again_s_max: float = 0.5
+    again_share: float = 0.03
+    """Its requests go on elsewhere once computing them again costs no more than this, in prefill, and so much of the time
+    for which it has been closed (the longer the others still have, the better it pays),"""
+    drain_s: float = 240.0
+    """or when they have had so long."""
+    watch_s: float = 30.0
+    """A new leader knows no history: so long it gives nothing up."""
+    watch_gap_s: float = 5.0
+    """After a longer pause it is as if new."""
+    trials_max: int = 1500
+    """Changes of the layout that one search may try, in pools of up to ``whole_sites_max`` devices; fewer in larger ones."""
+    relief_lack: float = 0.001
+    """A model that lacks more, and whom nothing else helps, may cost its neighbours their places, but not their last one;"""
+    relief_again_s: float = 5.0
+    """nor are others asked to go for it again sooner."""
+    replan_s: float = 10.0
+    replan_gain: float = 0.8
+    """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
+    whole_sites_max: int = 96
+    """not in a pool of more devices, where relief too is only for who lacks much (``RELIEF_LACK_LARGE``)."""
+    forget_s: float = 1800.0
+    """A model without any request for so long need not be resident."""
+    lack_free: float = 0.2
+    lack_replicas: float = 0.25
+    """Share of a need that may be lacking before anything is done, and at most so many replicas' worth of it: what is given
+    up must leave all of it."""
+    kv_lack_free: float = 0.12
+    """The same for KV."""
+    spare_level: float = 1.3
+    """Spares cover so many times the level of a model's bursts; 0: there are none."""
+    spares_max: int = 6
+    """Of one model."""
+    tpot_run: float = 0.75
+    """Share of the time per token at which the number of requests at once is bounded."""
+    slots_s: float = 1.0
+    """Cadence of those bounds."""
+    slots_min: int = 4
+    bounds_slots: bool = True
+    shares_devices: bool = True
+    """False: every replica has its devices for itself."""
+    resizes_kv: bool = True
+    """False: a replica keeps the KV budget that it was loaded with."""
+
+
+class Coordinator:
+    """Implements ``policy.Policy``."""
+
+    name = "carpool"
+    needs_costs = True
+    """Models without costs are left to the scheduler's own rules."""
+
+    def __init__(self, settings: CoordinatorSettings | None = None) -> None:
+        self.settings = settings or CoordinatorSettings()
+        self.wakes_cold_models = False
+        self.needs = Needs(self.settings.needs)
+        scores = DeviceScores(LearningSettings(on=True)) if self.settings.learns_devices else None
+        self.prospects = Prospects(self.settings.prospects, scores) if self.settings.prospects is not None else None
+        self._doomed: dict[ReplicaId, str] = {}
+        """Replicas that the plan does without, and why."""
+        self._closed: dict[ReplicaId, float] = {}
+        """Those of them that take nothing new, since when."""
+        self._spares = Spares()
+        self._spare_places: list[tuple[int, tuple[int, ...]]] = []
+        """Where those that were asked for at the last look will be."""
+        self._rush_s: dict[ModelHash, float] = {}
+        """Models in a rush, and when they last needed their spares."""
+        self._told: dict[ReplicaId, float] = {}
+        """Routing weights as last told."""
+        self._seen: tuple[tuple[tuple[ReplicaId, ReplicaState], ...], tuple[ModelHash, ...]] = ((), ())
+        """Replicas and models of the last look; ``_capacity`` is of these models."""
+        self._helpless: dict[ModelHash, float] = {}
+        """Whom the last looks could not help, and what they lacked: others are looked at more often."""
+        self._relief_s: dict[ModelHash, float] = {}
+        """When relief was last looked for."""
+        self._trimmed = 0
+        """Where trimming goes on."""
+        self._capacity: list[float] = []
+        self._speed: list[float] = []
+        """By model: share of devices that its ready replicas of the plan have."""
+        self._shares: dict[ModelHash, float] = {}
+        """By model: what each of them has on average."""
+        self._turn = 0
+        self._calm_s = -math.inf
+        self._decided_s = -math.inf
+        self._watches_since_s = -math.inf
+        self._looked_s = self._slots_s = self._replanned_s = -math.inf
+
+    def decide(self, now_s: float, view: PoolView) -> Decision:
+        """See ``policy.Policy``."""
+        if now_s - self._decided_s > self.settings.watch_gap_s:
+            self._watches_since_s = now_s
+        self._decided_s = now_s
+        pairs = self._pairs(view)
+        needs = self.needs.look(now_s, pairs, self._spares.share, self._shares)
+        if self.prospects is None:
+            return self._decided(now_s, view, pairs, needs)
+        self.prospects.look(now_s, view, pairs, needs)
+        return self.prospects.told(now_s, self._decided(now_s, view, pairs, needs))
+
+    def _decided(
+        self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]
+    ) -> Decision:
+        seen = (
+            tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
+            tuple([model.record.model_hash for model, _ in pairs]),
+        )
+        due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
+        if not due and not self._anybody_lacks(needs):
+            return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
+        self._seen = seen
+        return self._plan(self._look(now_s, view, pairs, needs))
+
+    def _anybody_lacks(self, needs: list[ModelNeed]) -> bool:
+        return any(self._at_least(need.load) > capacity for need, capacity in zip(needs, self._capacity, strict=True))
+
+    def _at_least(self, load: float) -> float:
+        """What of a load must be carried: less makes somebody act."""
+        return load - min(self.settings.lack_free * load, self.settings.lack_replicas)
+
+    # ------------------------------------------------------------------------------------------------------------ looking
+
+    def _pairs(self, view: PoolView) -> list[tuple[ModelView, StepCosts]]:
+        """Models with what they cost on the first kind of device that is known for them."""
+        kinds = dict.fromkeys(device.device_type for device in view.devices.values())
+        pairs = []
+        for model in view.models.values():
+            for kind in kinds:
+                costs = model.record.costs.get(kind)
+                if costs is not None:
+                    pairs.append((model, costs))
+                    break
+        return pairs
+
+    def _look(self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]) -> Look:
+        number = {key: index for index, key in enumerate(view.devices)}
+        sites = [self._site(view, device) for device in view.devices.values()]
+        kinds = {_kind(device): device for device in view.devices.values()}
+        blocks = []
+        replicas: dict[ReplicaId, ReplicaView] = {}
+        wanted = []
+        for index, (model, costs) in enumerate(pairs):
+            asked = self._need(now_s, model, costs, needs[index], kinds)
+            wanted.append(self.prospects.adjusted(asked, needs[index]) if self.prospects else asked)
+            for replica in model.replicas:
+                for key in replica.devices if replica.stays else ():
+                    if key not in number:
+                        # Its device is locked, or its worker silent for a moment: nothing comes, and what stays goes on.
+                        number[key] = len(sites)
+                        sites.append(Site(key, "", SHUT, replica.budget_bytes, 0))
+                places = [number[key] for key in replica.devices if key in number]
+                if len(places) == model.record.gpus:
+                    held = left = 0
+                    if replica.state is not ReplicaState.READY:
+                        held = replica.budget_bytes
+                    elif replica.replica not in self._spares.kept and replica.running:
+                        left = fixed_bytes(model.record) + kv_used_bytes(model.record, replica) // model.record.gpus
+                    place = tuple(sorted(places))
+                    blocks.append(Block(index, place, replica.replica, replica.stays, held, left))
+                    replicas[replica.replica] = replica
+        problem = Problem(tuple(sites), tuple(wanted), tuple(blocks), self.settings.prices)
+        return Look(now_s, view, [model for model, _ in pairs], needs, [costs for _, costs in pairs], problem, replicas)
+
+    def _site(self, view: PoolView, device: DeviceView) -> Site:
+        residents = view.models_per_device_max if self.settings.shares_devices else 1
+        group = f"{device.key[0]}/{device.link}" if device.link else ""
+        return Site(device.key, group, _kind(device), device.memory_bytes, residents)
+
+    def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> Need:
+        s = self.settings
+        record = model.record
+        kv_min = kv_least_bytes(record, s.memory.kv_tokens_min)
+        alive = now_s - need.last_seen_s < s.forget_s
+        kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas) if alive else 0.0
+        return Need(
+            model=record.model_hash,
+            load=self._at_least(need.load) if alive else 0.0,
+            load_keep=need.load_keep if alive else 0.0,
+            bytes_min=fixed_bytes(record) + -(-kv_min // record.gpus),
+            rates=_rates(record, costs, need, kinds),
+            gpus=record.gpus,
+            standing=standing(model, costs),
+            usage=self._usage(model, costs, need),
+            share_min=need.share_min,
+            share_floor=need.share_floor if now_s - need.last_seen_s < FLOOR_S else 0.0,
+            kv_bytes=max(0.0, kv_bytes) * (1 - s.kv_lack_free),
+            kv_keep_bytes=max(0.0, kv_bytes),
+            value=VALUES[record.sla_class],
+            replicas_min=max(record.min_replicas, int(alive)),
+            replicas_wanted=math.ceil(need.seats / record.max_num_seqs) if alive else 0,
+            replicas_max=record.max_replicas if model.may_load else min(record.max_replicas, len(model.replicas)),
+            starts_max=max(0, record.max_replicas - len(model.replicas)),
+            co_locates=record.allow_co_location,
+            tenant=record.tenant,
+            load_s=model.load_s,
+        )
+
+    def _usage(self, model: ModelView, costs: StepCosts, need: ModelNeed) -> float:
+        """What one of its replicas takes of its devices' time on average, with the fewest replicas that can be soon."""
+        alone = standing(model, costs)
+        fewest = math.ceil(need.load / max(0.2, 1.0 - alone))
+        work = need.mean + need.decode
+        return min(1.0, work / max(1, fewest, len(model.replicas) - 1) + alone * need.activity)
+
+    # ----------------------------------------------------------------------------------------------------------- planning
+
+    def _plan(self, look: Look) -> Decision:
+        s, now_s = self.settings, look.now_s
+        self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
+        layout = Layout(look.problem, self._blocks(look))
+        routine = now_s - self._looked_s >= s.look_s - 1e-6
+        trials_max = self._trials_max(look)
+        search = Search(layout, trials_max)
+        there = set(layout.blocks)
+        hashes = [model.record.model_hash for model in look.models]
+        if routine:
+            self._helpless = {}
+        known = [self._helpless.get(key, -1.0) for key in hashes]
+        search.grow(only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + LACK_GROWN])
+        self._helpless.update((hashes[index], layout.lack(index)) for index in search.helpless)
+        enough = set(layout.blocks) == there
+        why = "the rest carries it"
+        spares = self._spares.kept
+        if self._doomed or any(not look.ready(replica) for replica in look.replicas if replica not in spares):
+            self._calm_s = now_s
+        if routine:
+            self._looked_s = now_s
+            if enough and now_s - self._watches_since_s >= s.watch_s:
+                relieved = self._relieved(look, layout)
+                if relieved is not None:
+                    return self._carry(look, relieved, "a neighbour lacks more")
+                emptied = self._give_up(look, search)
+                if emptied:
+                    names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)
+                    why = f"{names} not needed: the rest carries it"
+                else:
+                    better = self._replan(look, layout)
+                    if better is not None:
+                        layout, why = better, "moved: all together need less so"
+        return self._carry(look, layout, why)
+
+    def _trials_max(self, look: Look) -> int:
+        s = self.settings
+        return max(TRIALS_LARGE, s.trials_max * s.whole_sites_max // max(s.whole_sites_max, len(look.problem.sites)))
+
+    def _relieved(self, look: Look, layout: Layout) -> Layout | None:
+        """Where no single change helps a model that lacks, all that is beside one of its replicas may have to go at once.
+
+        That is judged by what will be when those that go are gone: until then they take their part of the time.
+        """
+        s, now_s = self.settings, look.now_s
+        self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < s.relief_again_s}
+        least = s.relief_lack if len(look.problem.sites) <= s.whole_sites_max else RELIEF_LACK_LARGE
+        lacks = []
+        for index, wanted in enumerate(look.problem.needs):
+            lack = layout.lack(index)
+            if lack > least and layout.of(index) and wanted.model not in self._relief_s:
+                lacks.append((-lack * wanted.value, index))
+        lacking = [index for _, index in sorted(lacks)[:RELIEVED_MAX]]
+        if not lacking:
+            return None
+        settled = replace(look.problem, placed=tuple(replace(block, bytes_left=0) for block in look.problem.placed))
+        search = Search(Layout(settled, layout.blocks.values()), self._trials_max(look))
+        young = self._young_sites(look)
+        self._relief_s.update((look.problem.needs[index].model, now_s) for index in lacking)
+        if not any(search.relieve(index, young) for index in lacking):
+            return None
+        return Layout(look.problem, search.layout.blocks.values())
+
+    def _replan(self, look: Look, layout: Layout) -> Layout | None:
+        """Now and then a whole plan is made anew: some layouts are better though no single step leads to them."""
+        s, now_s = self.settings, look.now_s
+        small = len(look.problem.sites) <= s.whole_sites_max
+        if not small or now_s - self._calm_s < s.calm_s or now_s - self._replanned_s < s.replan_s:
+            return None
+        self._replanned_s = now_s
+        found = plan(look.problem, trials_max=s.trials_max, keep=True)
+        lacking = layout.lost()
+        layout.keep = True
+        now = layout.score()
+        layout.keep = False
+        # What is lacking only beside the most of lately is no reason to move, but nothing may be lost by it.
+        gained = (now.total - now.lost) - (found.score.total - found.score.lost) + max(0.0, lacking - found.score.lost)
+        if gained < s.replan_gain or found.score.lost > max(now.lost, lacking) + 1e-9:
+            return None
+        return Layout(look.problem, found.blocks)
+
+    def _blocks(self, look: Look) -> list[Block]:
+        """The replicas of the plan, those coming included."""
+        coming_spares = dict.fromkeys(self._spare_places)
+        blocks = []
+        for block in look.problem.placed:
+            assert block.replica is not None
+            if block.replica in self._doomed or block.replica in self._spares.kept:
+                continue
+            if block.place in coming_spares:
+                del coming_spares[block.place]
+                continue
+            blocks.append(block)
+        return blocks
+
+    def _give_up(self, look: Look, search: Search) -> list[int]:
+        """Devices that the others can do without; when all is calm also by moving what is there."""
+        young = self._young_sites(look)
+        candidates = [site for site in search.emptiest() if site not in young]
+        emptied = [site for site in candidates if search.layout.used(site) and search.empty(site, moves=False)]
+        self._trimmed = Search(search.layout, self._trials_max(look)).trim(young, self._trimmed)
+        if emptied or look.now_s - self._calm_s < self.settings.calm_s:
+            return emptied
+        tries = min(self.settings.shrink_tries, len(candidates))
+        turns = [candidates[(self._turn + turn) % len(candidates)] for turn in range(tries)]
+        self._turn += tries
+        for site in turns:
+            if search.empty(site):
+                return [site]
+        return []
+
+    def _young_sites(self, look: Look) -> set[int]:
+        return {
+            site
+            for block in look.problem.placed
+            if block.replica is not None and self._young(look, look.replicas[block.replica])
+            for site in block.sites
+        }
+
+    def _young(self, look: Look, replica: ReplicaView) -> bool:
+        return replica.state is not ReplicaState.READY or look.now_s - replica.since_s < self.settings.stay_s
+
+    # ------------------------------------------------------------------------------------------------------- carrying out
+
+    def _carry(self, look: Look, layout: Layout, why: str) -> Decision:
+        s, now_s = self.settings, look.now_s
+        blocks = named(layout)
+        kept = {block.replica: block for block in blocks if block.replica is not None}
+        spares = SpareChooser(look, layout).choose(kept, s.spare_level, s.spares_max) if s.spare_level else Spares()
+        self._spares = spares
+        for replica in look.replicas:
+            if replica in kept or replica in spares.kept:
+                self._doomed.pop(replica, None)
+            elif replica not in self._doomed:
+                self._doomed[replica] = why
+        stops: dict[ReplicaId, StopReplica] = {}
+        self._close(look, blocks, stops)
+        routine = now_s == self._looked_s
+        memory = Memory(
+            s.memory,
+            look,
+            layout,
+            blocks,
+            spares,
+            self._doomed,
+            self._closed,
+            stops,
+            routine=routine,
+            resizes=s.resizes_kv,
+        )
+        for replica in memory.evicted:
+            if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):
+                stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
+        self._spare_places = memory.spares
+        actions: list[Action] = [*stops.values(), *memory.actions]
+        if s.bounds_slots and now_s - self._slots_s >= s.slots_s - 1e-6:
+            self._slots_s = now_s
+            actions.extend(self._slots(look, layout, kept))
+        self._capacity = [layout.capacity(index) for index in range(len(look.models))]
+        return Decision(tuple(actions), self._weights(look, layout, kept))
+
+    def _close(self, look: Look, blocks: tuple[Block, ...], stops: dict[ReplicaId, StopReplica]) -> None:
+        """Doomed replicas take nothing new once others are ready to take over, and go when they hold nothing any more."""
+        s, now_s = self.settings, look.now_s
+        if not self._doomed and not self._closed:
+            return
+        self._closed = {replica: since for replica, since in self._closed.items() if replica in look.replicas}
+        coming = {block.need for block in blocks if block.replica is None or not look.ready(block.replica)}
+        served = {block.need for block in blocks if block.replica is not None and look.ready(block.replica)}
+        for index, model in enumerate(look.models):
+            for view in model.replicas:
+                replica = view.replica
+                doomed = replica in self._doomed
+                if view.state is not ReplicaState.READY:
+                    if doomed:
+                        stops[replica] = StopReplica(replica, self._doomed[replica])
+                    continue
+                wanted = look.problem.needs[index].replicas_min > 0
+                closes = doomed and index not in coming and (index in served or not wanted)
+                if closes and replica not in self._closed:
+                    self._closed[replica] = now_s
+                elif not closes and replica in self._closed:
+                    del self._closed[replica]
+                since_s = self._closed.get(replica)
+                if since_s is None or now_s - since_s < s.close_s:
+                    continue
+                if self._goes(look, replica):
+                    stops[replica] = StopReplica(replica, self._doomed[replica], interrupt=True)
+
+    def _goes(self, look: Look, replica: ReplicaId) -> bool:
+        """Whether a closed replica may be ended: what it still runs costs little to compute again, or has had its time."""
+        view = look.replicas[replica]
+        if look.now_s - self._closed.get(replica, look.now_s) >= self.settings.drain_s or not view.running:
+            return True
+        index = next(i for i, model in enumerate(look.models) if model.record.model_hash == view.model_hash)
+        need = look.needs[index]
+        again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
+        closed_s = look.now_s - self._closed.get(replica, look.now_s)
+        return again_s <= self.settings.again_s_max + self.settings.again_share * closed_s
+
+    # ------------------------------------------------------------------------------------------------------------ routing
+
+    def _weights(self, look: Look, layout: Layout, kept: dict[ReplicaId, Block]) -> dict[ReplicaId, float]:
+        """Routing: by share of time among the plan's replicas, spares only in a rush, none to those that close."""
+        weights: dict[ReplicaId, float] = {}
+        self._speed = [0.0] * len(look.models)
+        for replica, block in kept.items():
+            if look.ready(replica):
+                share = min(layout.share(block.need, site) for site in block.sites)
+                weights[replica] = share * self.prospects.weight(replica) if self.prospects else share
+                self._speed[block.need] += share
+        counts = [0] * len(look.models)
+        for replica, block in kept.items():
+            counts[block.need] += look.ready(replica)
+        self._shares = {
+            model.record.model_hash: speed / count
+            for model, speed, count in zip(look.models, self._speed, counts, strict=True)
+            if count
+        }
+        for replica in self._doomed:
+            weights[replica] = 0.0 if replica in self._closed else 0.5
+        there = {view.replica: model.may_act for model in look.view.models.values() for view in model.replicas}
+        self._told = {replica: weight for replica, weight in self._told.items() if replica in there}
+        # Where people only want to see what would be done, the routing stays as it is by itself.
+        changed = self._changed({replica: weight if there[replica] else 1.0 for replica, weight in weights.items()})
+        changed.update(self._rushes(look.models, look.needs, look.now_s))
+        return changed
+
+    def _rushes(self, models: list[ModelView], needs: list[ModelNeed], now_s: float) -> dict[ReplicaId, float]:
+        """Opens and closes spares: a rush is more work than the plan's own replicas do, until it is clearly over."""
+        weights: dict[ReplicaId, float] = {}
+        if not self._spares.kept:
+            return weights
+        for model, need, speed in zip(models, needs, self._speed, strict=True):
+            model_hash = model.record.model_hash
+            have = speed * need.burst_share
+            rush = not have or need.waiting_s > 0.25 * have or need.fast > 0.95 * have
+            if rush or (model_hash in self._rush_s and (need.waiting_s > 0 or need.fast > 0.8 * have)):
+                self._rush_s[model_hash] = now_s
+            elif now_s - self._rush_s.get(model_hash, -math.inf) > 1.0:
+                self._rush_s.pop(model_hash, None)
+            for view in model.replicas:
+                if view.replica in self._spares.kept and model.may_act:
+                    weights[view.replica] = 0.5 if model_hash in self._rush_s else 0.0
+        return self._changed(weights)
+
+    def _changed(self, weights: dict[ReplicaId, float]) -> dict[ReplicaId, float]:
+        """Those that differ enough from what was told, which they are from now on."""
+        changed = {}
+        for replica, weight in weights.items():
+            told = self._told.get(replica, 1.0)
+            if (weight > 0) != (told > 0) or abs(weight - told) > 0.2:
+                changed[replica] = weight
+        self._told.update(changed)
+        return changed
+
+    def _slots(self, look: Look, layout: Layout, kept: dict[ReplicaId, Block]) -> list[Action]:
+        """Bounds what runs at once so that tokens come in time even when requests queue."""
+        s = self.settings
+        actions: list[Action] = []
+        for replica, block in kept.items():
+            view = look.replicas[replica]
+            if view.state is not ReplicaState.READY or not view.slots:
+                continue
+            need, costs, record = look.needs[block.need], look.costs[block.need], look.models[block.need].record
+            share = min(layout.share(block.need, site) for site in block.sites)
+            tpot_s = record.sla.tpot_ms / 1000 * s.tpot_run
+            slots = record.max_num_seqs
+            if need.request_s > 0:
+                slots = int(need.output_tokens * max(0.0, tpot_s * share - costs.step_const_s) / need.request_s)
+            slots = min(max(slots, s.slots_min), record.max_num_seqs)
+            if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
+                actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
+        return actions
+
+
+def _kind(device: DeviceView) -> str:
+    """Devices of one kind are equal to a plan: the same hardware, and the same engines to run on it."""
+    return " ".join((device.device_type, *device.engines))
+
+
+def _rates(record: ModelRecord, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> dict[str, float]:
+    """By kind how fast a model's usual request is served there, over how fast with ``costs``; those where it can run."""
+    rates = {SHUT: 1.0}
+    tokens = (need.input_tokens, need.output_tokens)
+    work_s = prefill_work_s(costs, need.input_tokens) + decode_work_s(costs, *tokens)
+    for kind, device in kinds.items():
+        there = record.costs.get(device.device_type)
+        if there is None or (device.engines and record.engine_type.value not in device.engines):
+            continue
+        takes_s = prefill_work_s(there, need.input_tokens) + decode_work_s(there, *tokens)
+        rates[kind] = work_s / takes_s if there is not costs and takes_s > 0 else 1.0
+    return rates

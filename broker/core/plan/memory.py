@@ -1,0 +1,217 @@
+"""Everybody's part of the memory of the devices, and the starts of new replicas in it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from broker.core.plan.layout import Layout
+from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
+from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
+from broker.core.plan.problem import Block
+from broker.core.plan.standby import Spares
+from subjects.ids import ReplicaId
+
+ROUNDING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySettings:
+    """How KV is shared out."""
+
+    kv_tokens_min: int = 20_000
+    """The least that a replica can hold: more than the longest prompt that is expected."""
+    grow_by: float = 0.1
+    shrink_by: float = 0.15
+    """Smaller changes are not worth it."""
+    start_factor: float = 1.5
+    """A newcomer gets so many times what it will need, where that is free."""
+
+
+class Memory:
+    """Plans the memory of one look: :attr:`actions` in order, and who must go for them."""
+
+    def __init__(
+        self,
+        settings: MemorySettings,
+        look: Look,
+        layout: Layout,
+        blocks: tuple[Block, ...],
+        spares: Spares,
+        doomed: Iterable[ReplicaId],
+        closed: Mapping[ReplicaId, float],
+        stopping: Container[ReplicaId] = (),
+        *,
+        routine: bool,
+        resizes: bool = True,
+    ) -> None:
+        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with."""
+        self._settings = settings
+        self._resizes = resizes
+        self._look = look
+        self._layout = layout
+        self.evicted: dict[ReplicaId, None] = {}
+        """Replicas that take nothing new any more, and whose memory is needed now."""
+        self.actions: list[Action] = []
+        self.spares: list[tuple[int, tuple[int, ...]]] = []
+        """Places of the spares that are started."""
+        sites = look.problem.sites
+        devices = look.view.devices
+        self._free = [devices[site.key].free_planned_bytes if site.key in devices else 0 for site in sites]
+        self._beside: dict[int, list[ReplicaId]] = {}
+        self._spare_bytes: dict[int, int] = {}
+        out = {**dict.fromkeys(doomed), **spares.kept}
+        for block in look.problem.placed:
+            if block.replica is not None and block.replica in out:
+                for site in block.sites:
+                    self._beside.setdefault(site, []).append(block.replica)
+        for block in spares.new:
+            site = block.sites[0]
+            self._spare_bytes[site] = self._spare_bytes.get(site, 0) + look.problem.needs[block.need].bytes_min
+        self._shared_bytes: dict[int, int] = {}
+        self._going = {**closed, **spares.kept}
+        self._closed = closed
+        self._stopping = stopping
+        self._keys = [site.key for site in sites]
+        self._site_of = {key: site for site, key in enumerate(self._keys)}
+        self._records = {model.record.model_hash: model.record for model in look.models}
+        new = [block for block in blocks if block.replica is None]
+        urgent = {site for block in (*new, *spares.new) for site in block.sites}
+        if routine:
+            urgent.update(self._starved(blocks))
+        grows = []
+        for block in blocks:
+            if block.replica is None or not look.ready(block.replica):
+                continue
+            hurry = not urgent.isdisjoint(block.sites)
+            if resizes and (hurry or routine):
+                replica = look.replicas[block.replica]
+                target = self._resize(block, replica, hurry)
+                if target:
+                    grows.append((block, replica, target))
+        if resizes:
+            self._squeeze(urgent)
+        for block in new:
+            self._start(block)
+        if not new:
+            for block in spares.new:
+                self._start_spare(block)
+            for block, replica, target in grows:
+                self._grow(block, replica, target)
+
+    def _starved(self, blocks: tuple[Block, ...]) -> list[int]:
+        """Sites where somebody should have clearly more and nothing is free: the others must give."""
+        sites: list[int] = []
+        for block in blocks:
+            if block.replica is None or not self._look.ready(block.replica):
+                continue
+            replica = self._look.replicas[block.replica]
+            record = self._look.models[block.need].record
+            more = (self._target(block) - replica.kv_bytes) // record.gpus
+            if more * record.gpus > self._settings.grow_by * replica.kv_bytes:
+                sites.extend(site for site in block.sites if self._free[site] < more)
+        return sites
+
+    def _squeeze(self, urgent: set[int]) -> None:
+        """Closed replicas in the way keep only what their requests hold."""
+        for site in sorted(urgent):
+            for name in self._beside.get(site, ()):
+                replica = self._look.replicas[name]
+                if name not in self._closed or name in self._stopping or not self._look.ready(name):
+                    continue
+                if replica.devices[0] != self._keys[site]:
+                    continue
+                record = self._records[replica.model_hash]
+                target = kv_used_bytes(record, replica)
+                if target < replica.kv_bytes * 0.9:
+                    self.actions.append(ResizeReplicaKv(name, target, "it leaves, and its memory is needed"))
+                    freed = (replica.kv_bytes - target) // record.gpus
+                    for key in replica.devices:
+                        self._free[self._site_of[key]] += freed
+
+    def _held(self, site: int) -> int:
+        """What those beside the plan hold on a site, and will."""
+        held = self._spare_bytes.get(site, 0)
+        for name in self._beside.get(site, ()):
+            replica = self._look.replicas[name]
+            if name in self._closed and self._look.ready(name):
+                record = self._records[replica.model_hash]
+                held += fixed_bytes(record) + kv_used_bytes(record, replica) // record.gpus
+            else:
+                held += replica.budget_bytes
+        return held
+
+    def _least(self, block: Block) -> int:
+        return kv_least_bytes(self._look.models[block.need].record, self._settings.kv_tokens_min)
+
+    def _target(self, block: Block) -> int:
+        """KV over all devices: the least, and its part of what its sites have free beside those of no plan."""
+        record = self._look.models[block.need].record
+        extra = min(self._shared(site) * self._layout.kv_part(site, block.need) for site in block.sites)
+        return self._least(block) + max(0, int(extra)) * record.gpus
+
+    def _shared(self, site: int) -> int:
+        """What the plan's replicas on a site can share out beyond what each needs at least."""
+        known = self._shared_bytes.get(site)
+        if known is None:
+            layout, needs = self._layout, self._look.problem.needs
+            blocks = [layout.blocks[number] for number in layout.on(site)]
+            least = sum(block.bytes_held or needs[block.need].bytes_min for block in blocks)
+            known = self._look.problem.sites[site].memory_bytes - self._held(site) - least
+            self._shared_bytes[site] = known
+        return known
+
+    def _resize(self, block: Block, replica: ReplicaView, hurry: bool) -> int:
+        """Shrinks it if that is due; returns what it should grow to, or 0."""
+        record = self._look.models[block.need].record
+        used = (replica.kv_pages - replica.kv_pages_free) * record.block_size * record.kv_bytes_per_token
+        least = min(replica.kv_bytes, self._least(block))
+        target = max(self._target(block), int(used * (1.01 if hurry else 1.1)), least)
+        if target < replica.kv_bytes * (0.99 if hurry else 1 - self._settings.shrink_by):
+            self.actions.append(ResizeReplicaKv(replica.replica, target, "its neighbours need the memory"))
+            self._take(block, (target - replica.kv_bytes) // record.gpus)
+        return target if target > replica.kv_bytes * (1 + self._settings.grow_by) else 0
+
+    def _grow(self, block: Block, replica: ReplicaView, target: int) -> None:
+        record = self._look.models[block.need].record
+        room = max(0, min(self._free[site] for site in block.sites)) * record.gpus
+        target = min(target, replica.kv_bytes + room)
+        if target > replica.kv_bytes * (1 + self._settings.grow_by):
+            self.actions.append(ResizeReplicaKv(replica.replica, target, "memory beside it is free"))
+            self._take(block, -(-(target - replica.kv_bytes) // record.gpus))
+
+    def _take(self, block: Block, each_bytes: int) -> None:
+        for site in block.sites:
+            self._free[site] -= each_bytes
+
+    def _start(self, block: Block) -> None:
+        """Starts a new replica where its memory is free, else makes those go that are not needed there any more."""
+        look = self._look
+        record = look.models[block.need].record
+        need = look.needs[block.need]
+        fixed, least = fixed_bytes(record), self._least(block)
+        room = min(self._free[site] for site in block.sites) - fixed
+        if room * record.gpus < least:
+            for site in block.sites:
+                if self._free[site] - fixed < -(-least // record.gpus):
+                    self.evicted.update(dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._going))
+            return
+        each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of(block.need)))
+        wanted = int(self._settings.start_factor * each) if self._resizes else self._target(block)
+        kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))
+        keys = tuple(look.problem.sites[site].key for site in block.sites)
+        self.actions.append(StartReplica(record.model_hash, keys, need.text, kv_bytes=kv))
+        self._take(block, fixed + -(-kv // record.gpus))
+
+    def _start_spare(self, block: Block) -> None:
+        record = self._look.models[block.need].record
+        least = self._least(block)
+        each = fixed_bytes(record) + least
+        site = block.sites[0]
+        if self._free[site] >= each:
+            need = self._look.needs[block.need]
+            reason = f"spare for rushes of {need.level:.2f}; {need.text}"
+            key = self._look.problem.sites[site].key
+            self.actions.append(StartReplica(record.model_hash, (key,), reason, kv_bytes=least))
+            self.spares.append(block.place)
+            self._take(block, each)

@@ -1,0 +1,374 @@
+"""What each model needs now: capacity and KV, from what arrives, waits and runs (SCH-3).
+
+Capacity is counted in the work of ``capacity``: prompts with the room that ``headroom`` has learned, decoding by Little's
+law from arrivals and from what runs, and what waits on top of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from broker.core.plan.capacity import TPOT_USED, arrivals_work_s, prefill_work_s, standing_share
+from broker.core.plan.feedback import Correction, CorrectionSettings
+from broker.core.plan.headroom import Headroom, HeadroomSettings
+from broker.core.plan.policy import ModelView
+from subjects.ids import ModelHash
+from subjects.messages import ReplicaState, StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class NeedSettings:
+    """Numbers found by simulation (ops/decisions/0010)."""
+
+    headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
+    chunk_tokens: int = 4096
+    """Prompt tokens that one step takes while prompts queue (``workers.core.pulling`` and the engine's own limit)."""
+    keep_s: float = 8.0
+    keep_lives: float = 1.0
+    """How long the most that was needed lately is kept before capacity is given up: at least this, and so many times as long
+    as a request runs, since a replica can go only when its requests are over; twice that for one over several devices."""
+    drain_s: float = 3.0
+    """What waits should be served within this time: those that wait for a load are late already."""
+    queue_max: float = 4.0
+    """Replicas that are asked for on account of what waits, at most: of a long queue each serves so small a part that none
+    would be worth its price."""
+    queue_free_s: float = 0.3
+    """Work that may wait without asking for more."""
+    token_s: float = 0.04
+    """Time per token that is assumed where none runs."""
+    kv_factor: float = 1.25
+    """KV room over what running requests hold."""
+    kv_keep_s: float = 30.0
+    share_keep_s: float = 60.0
+    activity_s: float = 20.0
+    """Mean over which a model counts as being at work or not, for its neighbours."""
+    long_share: float = 0.006
+    """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    ttft_used: float = 0.75
+    """Share of the time to the first token that such a prompt's own prefill may take."""
+
+
+class Largest:
+    """The largest value of a sliding window."""
+
+    __slots__ = ("_entries", "span_s")
+
+    def __init__(self, span_s: float) -> None:
+        self.span_s = span_s
+        self._entries: deque[tuple[float, float]] = deque()
+
+    def add(self, now_s: float, value: float) -> float:
+        """Counts a value and returns the largest."""
+        entries = self._entries
+        while entries and entries[-1][1] <= value:
+            entries.pop()
+        entries.append((now_s, value))
+        while entries[0][0] < now_s - self.span_s:
+            entries.popleft()
+        return entries[0][1]
+
+
+PATIENCE_S = 10.0
+"""Answers that run so long let half of the time that bursts of prompts would take from them go."""
+QUIET_LOOK_S = 1.0
+"""A model without anything to do is looked at this often."""
+SHARE_LEAST = 0.4
+"""Of a device: what a model that has a replica at all can count on for a moment."""
+BINS = 40
+BIN_FIRST_S = 0.01
+BIN_RATIO = 1.15
+
+
+class Lengths:
+    """How long prompts take alone: a histogram over logarithmic bins that fades."""
+
+    __slots__ = ("_bins", "_total")
+
+    def __init__(self) -> None:
+        self._bins = [0.0] * BINS
+        self._total = 0.0
+
+    def add(self, prefill_s: float, requests: int) -> None:
+        """So many requests of about this length."""
+        place = 0 if prefill_s <= BIN_FIRST_S else math.ceil(math.log(prefill_s / BIN_FIRST_S) / math.log(BIN_RATIO) - 0.5)
+        self._bins[min(max(place, 0), BINS - 1)] += requests
+        self._total += requests
+        if self._total > 4000.0:
+            self._bins = [count / 2 for count in self._bins]
+            self._total /= 2
+
+    def above(self, share: float) -> float:
+        """The prefill time that only this share of requests exceeds."""
+        left = self._total * share
+        for place in range(BINS - 1, -1, -1):
+            left -= self._bins[place]
+            if left < 0:
+                return BIN_FIRST_S * BIN_RATIO**place
+        return 0.0
+
+
+@dataclass(slots=True)
+class ModelNeed:
+    """The answer for one model at one moment."""
+
+    load: float = 0.0
+    load_keep: float = 0.0
+    """The most of it lately: so much must be left before anything is given up."""
+    prefill: float = 0.0
+    """Speed of prefill that bursts ask for."""
+    burst_share: float = 1.0
+    """Of a replica's time, what prompts get while they queue."""
+    mean: float = 0.0
+    """Prefill that arrives, with a little room; just now; and usually while it comes."""
+    fast: float = 0.0
+    level: float = 0.0
+    decode: float = 0.0
+    queue: float = 0.0
+    waiting_s: float = 0.0
+    """Prefill of what waits."""
+    share: float = 0.0
+    """Of its devices' time, what a replica has on average."""
+    share_min: float = 0.0
+    share_floor: float = 0.0
+    """Of its devices' time: what its replicas turned out to need."""
+    kv_tokens: float = 0.0
+    seats: float = 0.0
+    """Requests that should be able to run at once."""
+    activity: float = 0.0
+    running: float = 0.0
+    input_tokens: float = 1024.0
+    output_tokens: float = 256.0
+    """Means of those that arrived lately."""
+    token_s: float = 0.0
+    """What one more request adds to a decode step."""
+    request_s: float = 0.0
+    """Work of a mean request."""
+    life_s: float = 2.0
+    """How long a request runs, about."""
+    last_seen_s: float = -math.inf
+    """When it last had any demand."""
+    rps: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """One line with the numbers."""
+        return (
+            f"needs {self.load:.2f} (prompts {self.mean:.2f}, in bursts {self.prefill:.2f}, answers {self.decode:.2f}, "
+            f"queue {self.queue:.2f}) "
+            f"for {self.rps:.2f}/s"
+        )
+
+
+FINISHED_MIN = 20
+SEATS_FACTOR = 1.12
+SHARE_MIN_MOST = 0.9
+"""A model is never said to need more of its devices' time than this."""
+
+
+class _Tracker:
+    __slots__ = (
+        "busy",
+        "correction",
+        "decode",
+        "expected",
+        "finished",
+        "followed_s",
+        "kv_most",
+        "lengths",
+        "load_most",
+        "need",
+        "requests",
+        "row",
+        "seats_most",
+        "share_most",
+        "tokens_in",
+        "tokens_out",
+    )
+
+    def __init__(self, row: int, settings: NeedSettings) -> None:
+        self.row = row
+        self.need = ModelNeed()
+        self.busy = False
+        self.correction = Correction(settings.correction)
+        self.followed_s = -math.inf
+        self.lengths = Lengths()
+        self.decode = 0.0
+        self.load_most = Largest(settings.keep_s)
+        self.share_most = Largest(settings.share_keep_s)
+        self.seats_most = Largest(settings.kv_keep_s)
+        self.kv_most = Largest(settings.kv_keep_s)
+        self.requests = self.tokens_in = 0.0
+        self.finished = self.tokens_out = self.expected = 0.0
+
+
+class Needs:
+    """Follows all models."""
+
+    def __init__(self, settings: NeedSettings | None = None) -> None:
+        self.settings = settings or NeedSettings()
+        self.headroom = Headroom(self.settings.headroom)
+        self._trackers: dict[ModelHash, _Tracker] = {}
+        self._free_rows: list[int] = []
+        self._base = np.zeros(0)
+        self._wait_s = np.ones(0)
+
+    def look(
+        self,
+        now_s: float,
+        models: list[tuple[ModelView, StepCosts]],
+        spare: Mapping[ModelHash, float],
+        shares: Mapping[ModelHash, float],
+    ) -> list[ModelNeed]:
+        """Takes what happened since the last look; ``models`` come with their costs, corrected by what was seen. ``spare``
+        is the share of devices that each could borrow from its neighbours at once, ``shares`` what its replicas have of
+        their devices' time on average. The answers are in their order."""
+        s = self.settings
+        trackers = self._known(models)
+        rows = self.headroom.rows
+        if len(self._base) != rows:
+            self._base = np.resize(self._base, rows)
+            self._wait_s = np.resize(self._wait_s, rows)
+        means = self.headroom.means()
+        for (model, costs), tracker in zip(models, trackers, strict=True):
+            need, row = tracker.need, tracker.row
+            requests = model.arrivals.requests
+            busy = model.running > 0 or model.waiting > 0 or requests[0] > 0 or requests[1] > 0 or requests[2] > 0
+            gone_s = now_s - tracker.followed_s
+            if not busy and not tracker.busy and gone_s < QUIET_LOOK_S:
+                continue
+            tracker.busy = busy
+            need.share = shares.get(model.record.model_hash, 0.0)
+            tracker.followed_s = now_s
+            self._follow(now_s, min(max(1e-3, gone_s), 5.0), model, costs, tracker)
+            need.mean = means[row]
+            # While prompts queue each step takes a chunk of them, and decodes once beside it.
+            chunk_s = costs.prefill_token_s * s.chunk_tokens
+            batch = need.running / max(1, len(model.replicas))
+            need.burst_share = chunk_s / (chunk_s + costs.step_const_s + batch * need.token_s)
+            # Prompts go first, but answers cannot wait for ever: the less so the shorter they are.
+            patience = need.life_s / (need.life_s + PATIENCE_S)
+            average = need.burst_share * (need.mean + need.decode + standing(model, costs))
+            average = need.mean + patience * max(0.0, average - need.mean)
+            there = max(spare.get(model.record.model_hash, 0.0), SHARE_LEAST)
+            self._base[row] = max(average, need.burst_share * there)
+            self._wait_s[row] = max(0.2, 0.9 * model.record.sla.ttft_p95_ms / 1000 - tracker.lengths.above(0.1))
+            need.level = self.headroom.level(row)
+        wanted = self.headroom.look(now_s, self._base, self._wait_s).tolist()
+        fast = self.headroom.fasts()
+        needs = []
+        for (model, costs), tracker in zip(models, trackers, strict=True):
+            need = tracker.need
+            need.prefill = wanted[tracker.row]
+            need.fast = fast[tracker.row]
+            waiting = model.waiting
+            need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
+            # Of what waits, what can be answered meanwhile counts with its answers.
+            answers_s = waiting * need.output_tokens * need.token_s * min(1.0, s.drain_s / need.life_s)
+            need.queue = min(s.queue_max, max(0.0, need.waiting_s + answers_s - s.queue_free_s) / s.drain_s)
+            patience = need.life_s / (need.life_s + PATIENCE_S)
+            burst = need.prefill / need.burst_share - standing(model, costs)
+            burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
+            need.load = max(burst, need.mean + need.decode) * (1.0 + tracker.correction.load) + need.queue
+            need.load_keep = tracker.load_most.add(now_s, need.load)
+            needs.append(need)
+        return needs
+
+    def _known(self, models: list[tuple[ModelView, StepCosts]]) -> list[_Tracker]:
+        present = {model.record.model_hash: None for model, _ in models}
+        for model_hash in [known for known in self._trackers if known not in present]:
+            row = self._trackers.pop(model_hash).row
+            self.headroom.forget_row(row)
+            self._free_rows.append(row)
+        trackers = []
+        for model_hash in present:
+            tracker = self._trackers.get(model_hash)
+            if tracker is None:
+                row = self._free_rows.pop() if self._free_rows else self.headroom.add_row()
+                tracker = self._trackers[model_hash] = _Tracker(row, self.settings)
+            trackers.append(tracker)
+        return trackers
+
+    def _follow(self, now_s: float, gone_s: float, model: ModelView, costs: StepCosts, tracker: _Tracker) -> None:
+        s = self.settings
+        need = tracker.need
+        arrivals = model.arrivals
+        requests = sum(arrivals.requests)
+        if requests:
+            first_s, _ = arrivals_work_s(costs, arrivals)
+            self.headroom.arrived(tracker.row, first_s, requests)
+            for count, tokens in zip(arrivals.requests, arrivals.input_tokens, strict=True):
+                if count:
+                    tracker.lengths.add(prefill_work_s(costs, tokens / count), count)
+            fade = math.exp(-requests / 300.0)
+            tracker.requests = tracker.requests * fade + requests
+            tracker.tokens_in = tracker.tokens_in * fade + sum(arrivals.input_tokens)
+            tracker.expected = tracker.expected * fade + sum(arrivals.output_tokens)
+            need.input_tokens = tracker.tokens_in / tracker.requests
+            if tracker.finished < FINISHED_MIN:
+                need.output_tokens = max(1.0, sum(arrivals.output_tokens) / requests)
+        if model.finished:
+            # What was expected at arrival is a cautious quantile; the mean shows in those that ended.
+            fade = math.exp(-model.finished / 300.0)
+            tracker.finished = tracker.finished * fade + model.finished
+            tracker.tokens_out = tracker.tokens_out * fade + model.finished_output_tokens
+            if tracker.finished >= FINISHED_MIN:
+                need.output_tokens = max(1.0, tracker.tokens_out / tracker.finished)
+        token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
+        need.token_s = token_s
+        need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
+        life_s = min(max(2.0, need.output_tokens * s.token_s), 90.0)
+        need.life_s = life_s
+        fade = math.exp(-gone_s / life_s)
+        tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
+        tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
+        by_running = model.running * token_s / tpot_s
+        need.decode = max(tracker.decode, by_running)
+        tracker.load_most.span_s = max(s.keep_s, s.keep_lives * life_s * min(2, model.record.gpus))
+        fade = math.exp(-gone_s / 10.0)
+        need.rps = need.rps * fade + (1 - fade) * requests / gone_s
+        fade = math.exp(-gone_s / s.activity_s)
+        need.running = need.running * fade + (1 - fade) * model.running
+        serving = sum(1 for replica in model.replicas if replica.running) or 1
+        need.activity = 1 - math.exp(-need.running / serving)
+        busy = max(model.running + min(model.waiting, 0.2 * model.running), self._soon(model, costs, need, tracker))
+        need.seats = tracker.seats_most.add(now_s, SEATS_FACTOR * busy)
+        need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
+        need.share_min = min(
+            SHARE_MIN_MOST, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
+        )
+        waits = model.oldest_wait_s / (model.record.sla.ttft_p95_ms / 1000)
+        cold = not any(replica.state is ReplicaState.READY for replica in model.replicas)
+        tracker.correction.look(now_s, gone_s, model.finished, model.finished - model.within_slo, waits, cold=cold)
+        need.share_floor = tracker.correction.share
+        need.share_min = tracker.share_most.add(now_s, need.share_min)
+        if requests or model.running or model.waiting:
+            need.last_seen_s = now_s
+
+    def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
+        """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's
+        law when requests go on coming as they did."""
+        s = self.settings
+        expected = need.input_tokens + (tracker.expected / tracker.requests if tracker.requests else need.output_tokens)
+        block = model.record.block_size
+        held = sum((replica.kv_pages - replica.kv_pages_free) * block for replica in model.replicas)
+        busy = max(model.running + model.waiting, self._soon(model, costs, need, tracker))
+        return max(held, busy * expected) * s.kv_factor
+
+    def _soon(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
+        """How many requests will run at once when they go on coming as they did (Little's law)."""
+        if need.token_s <= 0:
+            return 0.0
+        batch = need.running / max(1, len(model.replicas))
+        tpot_s = (costs.step_const_s + need.token_s * batch) / max(need.share, 0.2)
+        return tracker.decode / need.token_s * min(tpot_s, model.record.sla.tpot_ms / 1000)
+
+
+def standing(model: ModelView, costs: StepCosts) -> float:
+    """The share that each of a model's replicas eats at the time per token that plans use."""
+    return standing_share(costs, model.record.sla.tpot_ms / 1000 * TPOT_USED)

@@ -1,0 +1,462 @@
+"""What the coordinator knows beyond the present: the forecast, what engines say of themselves, and which devices are good.
+
+Three modules of their own right meet the coordinator's plan here:
+
+* ``forecast`` (SCH-5): about once a second what arrived is told to it, as work by model and length class. Once a model has a
+  day of history, or people have declared an event for it, the plan asks for what is expected when capacity asked for now
+  would be ready: more than now is loaded for beforehand, and where less is coming the most of lately is kept no longer.
+* ``triggers`` (SCH-13): readings of the engines become operations at once, and wishes for the next plans.
+* ``learning`` (SCH-10), where it is switched on: routing weights lean towards devices that do better than their profile.
+
+Without history, events and readings nothing here changes a decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from broker.core.plan.capacity import decode_work_s, prefill_work_s
+from broker.core.plan.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, ForecastSettings, Key
+from broker.core.plan.learning import DeviceScores, Signs
+from broker.core.plan.need import ModelNeed
+from broker.core.plan.policy import (
+    Action,
+    Decision,
+    ExpectedLoad,
+    ModelView,
+    PoolView,
+    ReplicaView,
+    ResizeReplicaKv,
+    SetReplicaConcurrency,
+    StartReplica,
+)
+from broker.core.plan.problem import Need
+from broker.core.plan.triggers import (
+    KV_GROWTH,
+    EngineReading,
+    EvictNeighbourKv,
+    Fact,
+    GrowKv,
+    LoadReplica,
+    Triggers,
+    actions,
+)
+from broker.core.pool.catalogue import DeviceKey
+from subjects.ids import ModelHash, ReplicaId
+from subjects.messages import ReplicaState, StepCosts
+
+Pairs = Sequence[tuple[ModelView, StepCosts]]
+
+
+@dataclass(frozen=True, slots=True)
+class ProspectsSettings:
+    """How far it looks, and what it takes to act."""
+
+    forecast: ForecastSettings = field(default_factory=ForecastSettings)
+    round_s: float = 1.0
+    """Arrivals are told to the forecast this often, engines are read this often,"""
+    parts: int = 4
+    """and the telling is spread over so many looks."""
+    ask_rounds: int = 5
+    """The forecast for one model is asked for in one of so many rounds, the models in turn."""
+    history_s: float = 86_400.0
+    """With less of it there are no seasons, and only declared events count."""
+    slack_s: float = 10.0
+    """Beside the load's own time, until new capacity is of use."""
+    horizon_s: float = 120.0
+    """From there on to this the forecast is asked for so many moments: an event may be short."""
+    moments: int = 4
+    gain_min: float = 0.1
+    """A smaller change than this share of what arrives now is not worth moving anything; nor is one below the error."""
+    headroom_max: float = 1.5
+    """Room over the expected mean, as the present need has it over the present mean, at most."""
+    late_s: float = 180.0
+    """What usually comes by now is waited for so long."""
+    level_s: float = 60.0
+    """Mean over which "now" is taken."""
+    wish_s: float = 30.0
+    """How long what a trigger asked for stays in the plan, beside the load's own time."""
+    hits_known_min: float = 0.05
+    """Where the best share of prompt tokens that was found in the cache is below this, there is hardly a prefix to find."""
+    hits_memory_s: float = 3_600.0
+    prefill_share_max: float = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the forecast says of a model, in GPU-seconds of work per second."""
+
+    rate: float
+    """The most at the moments that matter."""
+    error: float
+    by_event: str = ""
+    """The declared event that is on then."""
+
+
+class Prospects:
+    """See the module. :meth:`look` at each look, then :meth:`adjusted` per model while planning, then :meth:`told`."""
+
+    def __init__(self, settings: ProspectsSettings | None = None, scores: DeviceScores | None = None) -> None:
+        self.settings = settings or ProspectsSettings()
+        self.forecaster = Forecaster(self.settings.forecast)
+        self.triggers = Triggers()
+        self.scores = scores
+        self._arrived: dict[ModelHash, list[int]] = {}
+        """Since the last round: requests, input tokens and output tokens by length class."""
+        self._telling: list[tuple[tuple[ModelHash, int], float, int]] = []
+        self._part = 0
+        self._told_all = True
+        self._round_s = -math.inf
+        self._began_s = math.inf
+        self._levels: dict[ModelHash, float] = {}
+        self._events: tuple[ExpectedLoad, ...] = ()
+        self._events_offset_s = 0.0
+        self._expected: dict[ModelHash, Expected] = {}
+        self._rounds = 0
+        self._asks_all = False
+        """Something was declared: all are asked for at once."""
+        self._usual: dict[ModelHash, tuple[float, float, float]] = {}
+        """What usually comes at this time of day: until when that is waited for, the rate, and by how much days differ."""
+        self._best_hits: dict[ModelHash, float] = {}
+        self._step_ratio: dict[ModelHash, float] = {}
+        """How many times its profile a model's step takes with its devices to itself."""
+        self._more_replicas: dict[ModelHash, tuple[float, int, str]] = {}
+        """Until when a model should have so many at least, and why."""
+        self._more_kv: dict[ModelHash, tuple[float, str]] = {}
+        self._held: dict[ReplicaId, tuple[float, Action, int]] = {}
+        """What triggers did lately, until when it holds, and what was there before."""
+        self._actions: list[Action] = []
+        self._replicas: dict[ReplicaId, ReplicaView] = {}
+        self._weights: dict[ReplicaId, float] = {}
+        self._why: dict[ModelHash, str] = {}
+        self._told: dict[ModelHash, str] = {}
+
+    # ------------------------------------------------------------------------------------------------------------ looking
+
+    def look(self, now_s: float, view: PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
+        """Takes what arrived and what engines say; ``needs`` are in the order of ``pairs``."""
+        s = self.settings
+        for model, _ in pairs:
+            arrivals = model.arrivals
+            if any(arrivals.requests):
+                new = (*arrivals.requests, *arrivals.input_tokens, *arrivals.output_tokens)
+                known = self._arrived.get(model.record.model_hash)
+                total = new if known is None else map(int.__add__, known, new)
+                self._arrived[model.record.model_hash] = list(total)
+        if now_s - self._round_s < s.round_s - 1e-6:
+            if self._telling:
+                self._tell(self._part)
+            return
+        self._tell(len(self._telling))
+        self._begin(now_s, view, pairs, needs)
+        self._follow(now_s, view, pairs)
+        self._read(now_s, view, pairs, needs)
+
+    def _begin(self, now_s: float, view: PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
+        """A round: all that arrived before it is told under its time, over the next looks."""
+        gone_s = now_s - self._round_s
+        self._round_s = now_s
+        offset_s = view.unix_offset_s
+        if abs(offset_s - self.forecaster.unix_offset_s) > 1.0:  # A clock that is corrected a little moves no season.
+            self.forecaster.unix_offset_s = offset_s
+        arrived, self._arrived = self._arrived, {}
+        self._began_s = min(self._began_s, now_s)
+        # Until it is as old as its time constant the running mean is the plain one.
+        age_s = max(now_s - self._began_s, 1e-9)
+        fade = min(math.exp(-gone_s / self.settings.level_s), max(0.0, 1.0 - gone_s / age_s))
+        present: dict[ModelHash, None] = {}
+        for (model, costs), need in zip(pairs, needs, strict=True):
+            model_hash = model.record.model_hash
+            present[model_hash] = None
+            work_s = 0.0
+            counts = arrived.get(model_hash)
+            if counts is not None:
+                # What is expected at arrival is a cautious quantile; plans go by the mean of those that ended.
+                scale = need.output_tokens * sum(counts[:3]) / max(1, sum(counts[6:]))
+                for place in range(3):
+                    requests = counts[place]
+                    if requests:
+                        inputs, outputs = counts[3 + place] / requests, counts[6 + place] * scale / requests
+                        priced = requests * (prefill_work_s(costs, inputs) + decode_work_s(costs, inputs, outputs))
+                        self._telling.append(((model_hash, place), priced, requests))
+                        work_s += priced
+            if math.isfinite(gone_s):
+                level = self._levels.get(model_hash, 0.0)
+                self._levels[model_hash] = level * fade + (1 - fade) * work_s / gone_s
+        # The forecast itself forgets nobody here: a model may only be out of sight, and it bounds itself.
+        for known in (self._levels, self._expected, self._usual, self._best_hits, self._step_ratio, self._why):
+            for model_hash in [gone for gone in known if gone not in present]:
+                del known[model_hash]
+        self._part = max(1, -(-len(self._telling) // self.settings.parts))
+        self._told_all = False
+
+    def _tell(self, most: int) -> None:
+        if self._told_all:
+            return
+        for key, work_s, requests in self._telling[:most]:
+            self.forecaster.observe(self._round_s, key, work_s, requests)
+        del self._telling[:most]
+        if not self._telling:
+            self._told_all = True
+            self.forecaster.heard(self._round_s)
+
+    # --------------------------------------------------------------------------------------------------------- forecasting
+
+    def _follow(self, now_s: float, view: PoolView, pairs: Pairs) -> None:
+        """Asks the forecast for each model that it can say something of, one now and then."""
+        s = self.settings
+        if view.events != self._events or (view.events and abs(view.unix_offset_s - self._events_offset_s) > 1.0):
+            self._declare(view)
+        self._rounds += 1
+        asks_all, self._asks_all = self._asks_all, False
+        for place, (model, _) in enumerate(pairs):
+            if not asks_all and (place + self._rounds) % s.ask_rounds:
+                continue
+            model_hash = model.record.model_hash
+            key = (model_hash, ALL_CLASSES)
+            soon_s = model.load_s + s.slack_s
+            step_s = max(0.0, s.horizon_s - soon_s) / (s.moments - 1)
+            ahead_s = [soon_s + step_s * place for place in range(s.moments)]
+            event = self._event_of(model_hash, now_s, now_s + ahead_s[-1])
+            if event is None and self.forecaster.observed_s(key) < s.history_s:
+                self._expected.pop(model_hash, None)
+                continue
+            rates = [self.forecaster.rate_at(now_s, key, ahead) for ahead in ahead_s]
+            error = self.forecaster.predict(now_s, key, s.horizon_s).error
+            name = event.name if event is not None else ""
+            self._expected[model_hash] = self._by_season(now_s, key, ahead_s[-1], Expected(max(rates), error, name))
+
+    def _by_season(self, now_s: float, key: Key, ahead_s: float, expected: Expected) -> Expected:
+        """With the usual change at this time of day, where that is larger than what days differ by."""
+        model_hash = key[0]
+        now = self._levels.get(model_hash, 0.0)
+        found = self.forecaster.usual_change(now_s, key, ahead_s)
+        if found is not None and abs(found[0]) > found[1]:
+            change, miss = found
+            if change > 0:
+                self._usual[model_hash] = (now_s + ahead_s + self.settings.late_s, now + change, miss)
+            elif not expected.by_event:
+                self._usual.pop(model_hash, None)
+                return Expected(max(0.0, now + change), miss)
+        usual = self._usual.get(model_hash)
+        if usual is None or usual[0] <= now_s or usual[1] <= expected.rate:
+            return expected
+        return Expected(usual[1], usual[2], expected.by_event)
+
+    def _declare(self, view: PoolView) -> None:
+        kept = {event.name for event in view.events}
+        for gone in [event.name for event in self._events if event.name not in kept]:
+            self.forecaster.withdraw(gone)
+        offset_s = view.unix_offset_s
+        for event in view.events:
+            begin_s, end_s = event.begin_unix_s - offset_s, event.end_unix_s - offset_s
+            self.forecaster.declare(
+                DeclaredEvent(event.name, begin_s, end_s, event.model_hash, event.factor, event.at_least)
+            )
+        self._events, self._events_offset_s = view.events, offset_s
+        self._asks_all = True
+
+    def _event_of(self, model_hash: ModelHash, begin_s: float, end_s: float) -> ExpectedLoad | None:
+        offset_s = self._events_offset_s
+        for event in self._events:
+            concerns = event.model_hash is None or event.model_hash == model_hash
+            if concerns and event.begin_unix_s - offset_s < end_s and event.end_unix_s - offset_s > begin_s:
+                return event
+        return None
+
+    # ------------------------------------------------------------------------------------------------------------ readings
+
+    def _read(self, now_s: float, view: PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
+        self._replicas = {replica.replica: replica for model, _ in pairs for replica in model.replicas}
+        self._held = {name: held for name, held in self._held.items() if held[0] > now_s and name in self._replicas}
+        self._more_replicas = {name: wish for name, wish in self._more_replicas.items() if wish[0] > now_s}
+        self._more_kv = {name: wish for name, wish in self._more_kv.items() if wish[0] > now_s}
+        if not any(r.hit_ratio is not None or r.step_s is not None for r in self._replicas.values()):
+            return
+        takers: dict[DeviceKey, int] = {}
+        for replica in self._replicas.values():
+            for device in replica.devices if replica.running else ():
+                takers[device] = takers.get(device, 0) + 1
+        readings = [
+            self._reading(model, costs, need, replica, takers)
+            for (model, costs), need in zip(pairs, needs, strict=True)
+            for replica in model.replicas
+            if replica.state is ReplicaState.READY
+        ]
+        if self.scores is not None:
+            self._score(now_s, pairs)
+        if any(reading.hit_ratio is not None or reading.step_s is not None for reading in readings):
+            facts = self.triggers.look(now_s, readings)
+            if facts:
+                self._act(now_s, view, pairs, facts)
+
+    def _reading(
+        self,
+        model: ModelView,
+        costs: StepCosts,
+        need: ModelNeed,
+        replica: ReplicaView,
+        takers: dict[DeviceKey, int],
+    ) -> EngineReading:
+        """Turns with neighbours are planned for, and a profile may be wrong for a model: neither is contention."""
+        model_hash = replica.model_hash
+        step_s = alone_s = None
+        beside = max((takers.get(device, 0) for device in replica.devices), default=0)
+        if replica.step_s is not None and replica.running:
+            profile_s = self._profile_s(model, costs, need, replica)
+            if beside == 1:
+                ratio, known = replica.step_s / profile_s, self._step_ratio.get(model_hash)
+                self._step_ratio[model_hash] = ratio if known is None else known + 0.1 * (ratio - known)
+                if self.scores is not None:
+                    signs = Signs(arrival_rps=need.rps)
+                    self.scores.observe(model_hash, replica.devices[0], profile_s, replica.step_s, signs)
+            elif model_hash in self._step_ratio:
+                step_s, alone_s = replica.step_s, profile_s * self._step_ratio[model_hash] * beside
+        return EngineReading(
+            replica.replica,
+            model_hash,
+            replica.devices,
+            model.waiting,
+            hit_ratio=self._hits(model_hash, replica.hit_ratio),
+            step_s=step_s,
+            step_alone_s=alone_s,
+            stays=replica.stays,
+        )
+
+    def _profile_s(self, model: ModelView, costs: StepCosts, need: ModelNeed, replica: ReplicaView) -> float:
+        """What a step with this batch takes by the profile, prompts that share steps with answers counted on average."""
+        tokens = (replica.kv_pages - replica.kv_pages_free) * model.record.block_size
+        decode_s = costs.step_const_s + replica.running * costs.step_request_s + tokens * costs.step_context_token_s
+        share = min(self.settings.prefill_share_max, need.mean / max(1, len(model.replicas)))
+        return max(1e-6, decode_s / (1.0 - share))
+
+    def _hits(self, model_hash: ModelHash, ratio: float | None) -> float | None:
+        """The engine counts all prompt tokens, also those of prompts without any known prefix. So what there is to find is
+        taken to be the best that was found within the last hour or so."""
+        if ratio is None:
+            return None
+        fade = math.exp(-self.settings.round_s / self.settings.hits_memory_s)
+        best = self._best_hits[model_hash] = max(ratio, self._best_hits.get(model_hash, 0.0) * fade)
+        return ratio / best if best >= self.settings.hits_known_min else None
+
+    def _score(self, now_s: float, pairs: Pairs) -> None:
+        assert self.scores is not None
+        self.scores.look(now_s)
+        self._weights = {}
+        if not self.scores.learned:
+            return
+        for model, _ in pairs:
+            places = {str(r.replica): r.devices[0] for r in model.replicas if r.state is ReplicaState.READY}
+            if len(places) > 1:
+                found = self.scores.routing_weights(model.record.model_hash, places)
+                self._weights.update({ReplicaId(replica): weight for replica, weight in found.items()})
+
+    def _act(self, now_s: float, view: PoolView, pairs: Pairs, facts: tuple[Fact, ...]) -> None:
+        s = self.settings
+        free_bytes = {key: device.free_planned_bytes for key, device in view.devices.items()}
+        for action in actions(facts, self._replicas, free_bytes):
+            assert isinstance(action, ResizeReplicaKv | SetReplicaConcurrency)
+            before = self._replicas[action.replica]
+            was = before.kv_bytes if isinstance(action, ResizeReplicaKv) else before.slots
+            self._held[action.replica] = (now_s + self.triggers.settings.quiet_s, action, was)
+            self._actions.append(action)
+        models = {model.record.model_hash: model for model, _ in pairs}
+        for fact in facts:
+            match fact:
+                case LoadReplica():
+                    model = models[fact.model_hash]
+                    until_s, count = now_s + s.wish_s + model.load_s, len(model.replicas) + 1
+                    self._more_replicas[fact.model_hash] = (until_s, count, fact.reason)
+                case GrowKv() | EvictNeighbourKv():
+                    self._more_kv[self._replicas[fact.replica].model_hash] = (now_s + s.wish_s, fact.reason)
+                case _:
+                    pass  # Its action says all.
+
+    # ------------------------------------------------------------------------------------------------------------ planning
+
+    def adjusted(self, wanted: Need, need: ModelNeed) -> Need:
+        """A model's part of the plan's problem, by what is expected and what triggers wish; mostly as it was."""
+        model_hash = wanted.model
+        why = []
+        expected = self._expected.get(model_hash)
+        if expected is not None:
+            wanted, told = self._raised(wanted, need, expected)
+            why.append(told)
+        more_kv = self._more_kv.get(model_hash)
+        if more_kv is not None:
+            keep = wanted.kv_keep_bytes if wanted.kv_keep_bytes is not None else wanted.kv_bytes
+            wanted = replace(wanted, kv_bytes=wanted.kv_bytes * KV_GROWTH, kv_keep_bytes=keep * KV_GROWTH)
+            why.append(f"a trigger asks for more KV: {more_kv[1]}")
+        more_replicas = self._more_replicas.get(model_hash)
+        if more_replicas is not None and more_replicas[1] <= wanted.replicas_max:
+            wanted = replace(wanted, replicas_min=max(wanted.replicas_min, more_replicas[1]))
+            why.append(f"a trigger asks for another replica: {more_replicas[2]}")
+        text = "; ".join(filter(None, why))
+        if text:
+            self._why[model_hash] = text
+        else:
+            self._why.pop(model_hash, None)
+        return wanted
+
+    def _raised(self, wanted: Need, need: ModelNeed, expected: Expected) -> tuple[Need, str]:
+        s = self.settings
+        now = self._levels.get(wanted.model, 0.0)
+        change = max(s.gain_min * now, 0.0 if expected.by_event else expected.error)
+        cause = f"the event {expected.by_event!r}" if expected.by_event else "the forecast"
+        if expected.rate - now > change:
+            mean = need.mean + need.decode
+            room = (need.load - need.queue) / mean if mean > 0.1 * expected.rate else 1.2
+            load = expected.rate * min(max(room, 1.0), s.headroom_max)
+            keep = max(load, wanted.load, wanted.load_keep or 0.0)
+            wanted = replace(wanted, load=max(wanted.load, load), load_keep=keep, replicas_min=max(wanted.replicas_min, 1))
+            return wanted, f"{cause} expects work of {expected.rate:.2f} within {s.horizon_s:.0f} s, now {now:.2f}"
+        if now - expected.rate > change and wanted.load_keep is not None and wanted.load_keep > wanted.load:
+            told = f"{cause} expects less work, {expected.rate:.2f} within {s.horizon_s:.0f} s, now {now:.2f}"
+            return replace(wanted, load_keep=wanted.load), told
+        return wanted, ""
+
+    def weight(self, replica: ReplicaId) -> float:
+        """By how much its routing weight is to be multiplied; 1 while nothing is learned."""
+        return self._weights.get(replica, 1.0)
+
+    def told(self, now_s: float, decision: Decision) -> Decision:
+        """The decision with what triggers do at once, and with what was foreseen in its reasons and notes."""
+        planned = decision.actions
+        if self._held:
+            starts = any(isinstance(action, StartReplica) for action in planned)
+            planned = tuple([action for action in planned if starts or not self._undoes(now_s, action)])
+        at_once, self._actions = self._actions, []
+        if self._why:
+            planned = tuple([self._with_reason(action) for action in planned])
+        notes = dict(decision.notes)
+        if self._why != self._told:
+            notes |= {model_hash: self._why.get(model_hash, "") for model_hash in {**self._told, **self._why}}
+            self._told = dict(self._why)
+        if not at_once and not notes and planned is decision.actions:
+            return decision
+        busy = {action.replica for action in at_once if isinstance(action, ResizeReplicaKv | SetReplicaConcurrency)}
+        rest = [a for a in planned if not (isinstance(a, ResizeReplicaKv | SetReplicaConcurrency) and a.replica in busy)]
+        return replace(decision, actions=(*at_once, *rest), notes=notes)
+
+    def _with_reason(self, action: Action) -> Action:
+        if isinstance(action, StartReplica) and action.model_hash in self._why:
+            return replace(action, reason=f"{action.reason}; {self._why[action.model_hash]}")
+        return action
+
+    def _undoes(self, now_s: float, action: Action) -> bool:
+        """Whether it takes back what a trigger has just done."""
+        if not isinstance(action, ResizeReplicaKv | SetReplicaConcurrency):
+            return False
+        until_s, done, was = self._held.get(action.replica, (-math.inf, action, 0))
+        if now_s >= until_s:
+            return False
+        match done, action:
+            case ResizeReplicaKv(), ResizeReplicaKv():
+                grew = done.kv_bytes > was
+                return action.kv_bytes < done.kv_bytes if grew else action.kv_bytes > done.kv_bytes
+            case SetReplicaConcurrency(), SetReplicaConcurrency():
+                return action.slots > done.slots
+            case _:
+                return False

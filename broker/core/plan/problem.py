@@ -1,0 +1,111 @@
+"""A placement problem: devices, what each model wants of them, what is there now, and what things cost.
+
+``layout`` is what may be done about it, ``packing`` and ``exact`` look for the best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from broker.core.plan.sharing import SHARING_KEEPS
+from broker.core.pool.catalogue import DeviceKey
+from subjects.ids import ModelHash, ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A device that blocks can be put on. Replicas that span devices need them in one ``group``."""
+
+    key: DeviceKey
+    group: str
+    kind: str
+    memory_bytes: int
+    residents_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one model wants. Capacity is in units of one of its replicas alone on a device on which ``rates`` is 1."""
+
+    model: ModelHash
+    load: float
+    """Capacity wanted, standing shares not counted."""
+    bytes_min: int
+    """Of a replica on each of its devices, with the least KV that serves."""
+    rates: dict[str, float]
+    """By kind of device: what a replica alone there brings. It cannot live on other kinds."""
+    gpus: int = 1
+    standing: float = 0.0
+    """Of each replica, whatever it does."""
+    usage: float = 0.0
+    """What one of its replicas takes of its devices' time on average: so much it slows its neighbours."""
+    share_min: float = 0.0
+    """Of a device's time, below which a replica cannot prefill its longest prompts within the target."""
+    share_floor: float = 0.0
+    """Of a device's time, what its replicas turned out to need for their targets, whatever the load."""
+    kv_bytes: float = 0.0
+    """KV wanted over all replicas, beyond what ``bytes_min`` holds."""
+    kv_keep_bytes: float | None = None
+    """At least what must be left before a device is given up; None: ``kv_bytes``."""
+    load_keep: float | None = None
+    """At least what the rest must carry before a device is given up; None: ``load``."""
+    value: float = 1.0
+    """Of all its load."""
+    replicas_min: int = 0
+    """It never has fewer, whoever lacks what."""
+    replicas_wanted: int = 0
+    """With fewer it lacks seats for the requests that run at once."""
+    replicas_max: int = 1 << 30
+    starts_max: int = 1 << 30
+    """New replicas that may come while all that exist are still there: with none left, nothing moves before one is gone."""
+    co_locates: bool = True
+    tenant: str = ""
+    """Not empty: its devices hold only models of this tenant."""
+    load_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One replica. ``replica`` names one that exists; a new one has none."""
+
+    need: int
+    sites: tuple[int, ...]
+    """Ascending."""
+    replica: ReplicaId | None = None
+    stays: bool = False
+    """It may not be taken away."""
+    bytes_held: int = 0
+    """Of each of its devices, where that cannot be changed now; 0: the least that its model needs."""
+    bytes_left: int = 0
+    """What it goes on holding of each of its devices for a while though no layout has it: its requests are not over."""
+
+    @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Which model, and where: replicas with the same are as good as one another."""
+        return (self.need, self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What things cost beside lost value. A model of value 1000 that lacks a thousandth of its load weighs a device."""
+
+    device: float = 1.0
+    load: float = 0.2
+    """For each second of a load, on each of its devices."""
+    block: float = 0.02
+    """For each replica on each of its devices: what is not needed goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Devices, wants and what is there now."""
+
+    sites: tuple[Site, ...]
+    needs: tuple[Need, ...]
+    placed: tuple[Block, ...] = ()
+    prices: Prices = field(default_factory=Prices)
+    copies_per_site: int = 1
+    """Replicas of one model on one device: where residents take turns a second one only costs."""
+    shares_time: bool = True
+    """False: residents do not slow each other (devices with slices, or capacities that were measured side by side)."""
+    sharing_keeps: float = SHARING_KEEPS

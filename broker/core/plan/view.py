@@ -1,0 +1,236 @@
+"""The pool as a policy sees it, made from what the scheduler knows. Reads only, but for the flow, which it takes."""
+
+from __future__ import annotations
+
+from broker.core.plan.availability import Planner
+from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
+from broker.core.pool.catalogue import Catalogue, DeviceKey
+from broker.core.pool.describe import load_s_guess
+from broker.core.pool.events import MODELS_PER_DEVICE, SchedulerSettings
+from broker.core.pool.state import COMING, Demand, Device, Flow, Pool, Replica, Reservation
+from broker.core.pool.transactions import Transactions
+from subjects.ids import ModelHash, ReplicaId, base_name
+from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
+
+_NO_DEMAND = Demand()
+_NO_ARRIVALS = Arrivals()
+
+
+class ViewBuilder:
+    """Makes views. What did not change since the last one is the same object again."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        pool: Pool,
+        catalogue: Catalogue,
+        planner: Planner,
+        transactions: Transactions,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._catalogue = catalogue
+        self._planner = planner
+        self._transactions = transactions
+        self._replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = {}
+        self.needs_costs = False
+        """Whether the policy knows nothing of a model without costs."""
+        self.unix_offset_s = 0.0
+        """Added to the scheduler's clock it gives wall-clock time."""
+        self._events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
+        """As of so much news in the catalogue."""
+        self._kinds_of: list[Device] | None = None
+        self._kinds: tuple[str, ...] = ()
+
+    def build(self, now_s: float) -> PoolView:
+        """The pool now, with demand as of the planner's last look, and the flow since the last view."""
+        flows = self._pool.take_flow()
+        coming: dict[ModelHash, list[Reservation]] = {}
+        for held in self._pool.unlisted_reservations():
+            coming.setdefault(held.model_hash, []).append(held)
+        records = sorted(self._catalogue.by_hash(), key=lambda record: record.model_hash)
+        unpriced = [record for record in records if not self.priced(record)]
+        if unpriced:
+            records = [record for record in records if self.priced(record)]
+        known, self._replicas = self._replicas, {}
+        models = {
+            record.model_hash: self._model(
+                now_s, record, coming.get(record.model_hash, []), flows.get(record.model_hash), known
+            )
+            for record in records
+        }
+        return PoolView(
+            now_s=now_s,
+            models=models,
+            devices=self._devices(self._held(unpriced, coming)),
+            models_per_device_max=self._settings.models_per_device_max or MODELS_PER_DEVICE,
+            unix_offset_s=self.unix_offset_s,
+            events=self._expected(),
+        )
+
+    def _expected(self) -> tuple[ExpectedLoad, ...]:
+        """What people have declared, for models that are there."""
+        catalogue = self._catalogue
+        if self._events[0] != catalogue.news:
+            events = []
+            for name in sorted(catalogue.declared):
+                load = catalogue.declared[name]
+                record = catalogue.records.get(load.model)
+                if record is not None or not load.model:
+                    model_hash = record.model_hash if record is not None else None
+                    events.append(
+                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, model_hash, load.factor, load.at_least)
+                    )
+            self._events = (catalogue.news, tuple(events))
+        return self._events[1]
+
+    def priced(self, record: ModelRecord) -> bool:
+        """Whether the policy decides about a model. One that needs costs does so where they are known for some kind of
+        device here; else the model is left to the base rules, and the policy sees neither it nor the memory it holds."""
+        if not self.needs_costs:
+            return True
+        devices = self._pool.devices(usable=False)
+        if devices is not self._kinds_of:
+            self._kinds_of = devices
+            self._kinds = tuple(dict.fromkeys(device.report.device_type for device in devices))
+        return any(kind in record.costs for kind in self._kinds)
+
+    def _held(self, records: list[ModelRecord], coming: dict[ModelHash, list[Reservation]]) -> dict[DeviceKey, int]:
+        """Bytes that these models hold, or were promised, of each device."""
+        held: dict[DeviceKey, int] = {}
+        for record in records:
+            for replica in self._pool.replicas_for(record.model_hash):
+                for device in () if replica.dead else replica.devices:
+                    key = (replica.worker, device)
+                    held[key] = held.get(key, 0) + replica.report.budget_bytes
+            for promise in coming.get(record.model_hash, ()):
+                for device in promise.devices:
+                    key = (promise.worker, device)
+                    held[key] = held.get(key, 0) + promise.budget_bytes
+        return held
+
+    def _devices(self, held: dict[DeviceKey, int]) -> dict[DeviceKey, DeviceView]:
+        pool = self._pool
+        views = {}
+        for device in pool.devices(usable=True):
+            room, report = pool.room(device), device.report
+            snapshot = device.worker.snapshot
+            views[device.key] = DeviceView(
+                device.key,
+                report.kind,
+                report.device_type,
+                report.link,
+                report.memory_bytes - held.get(device.key, 0) if held else report.memory_bytes,
+                room.free_planned_bytes,
+                room.largest_free_bytes,
+                room.loads_coming,
+                report.busy_s,
+                tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
+            )
+        return views
+
+    def _model(
+        self,
+        now_s: float,
+        record: ModelRecord,
+        promised: list[Reservation],
+        flow: Flow | None,
+        known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
+    ) -> ModelView:
+        pool, catalogue = self._pool, self._catalogue
+        model_hash = record.model_hash
+        model = catalogue.model(model_hash)
+        demand = self._planner.demand(model_hash)
+        stays = self._planner.usage.all_stay(record)
+        replicas: list[ReplicaView] = []
+        leaving = 0
+        for replica in pool.replicas_for(model_hash):
+            if replica.dead or pool.worker_leaves(replica.worker):
+                continue
+            state = replica.report.state
+            if replica.replica in pool.leaving or state is ReplicaState.DRAINING:
+                leaving += 1
+            elif state is ReplicaState.READY or state in COMING:
+                replicas.append(self._replica(record, replica, stays or pool.replica_locked(replica), known))
+        replicas.extend(self._promised(now_s, record, held) for held in promised)
+        replicas.sort(key=lambda view: view.replica)
+        return ModelView(
+            record=record,
+            replicas=tuple(replicas),
+            leaving=leaving,
+            waiting=demand.waiting,
+            waiting_input_tokens=demand.waiting_input_tokens,
+            running=demand.running,
+            oldest_wait_s=demand.oldest_wait_s,
+            arrivals=_arrivals(flow),
+            finished=flow.finished if flow is not None else 0,
+            within_slo=flow.within_slo if flow is not None else 0,
+            load_s=model.load_s if model.load_s is not None else load_s_guess(record),
+            may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(model_hash),
+            may_act=catalogue.mode(model_hash) is Mode.ACT,
+            finished_output_tokens=flow.finished_output_tokens if flow is not None else 0,
+        )
+
+    def _replica(
+        self,
+        record: ModelRecord,
+        replica: Replica,
+        stays: bool,
+        known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
+    ) -> ReplicaView:
+        report = replica.report
+        before = known.get(replica.replica)
+        if before is not None and before[0] is report and before[1] is stays:
+            self._replicas[replica.replica] = before
+            return before[2]
+        ready = report.state is ReplicaState.READY
+        since_s = replica.ready_s
+        if not ready or since_s is None:
+            transaction = self._transactions.loading(base_name(replica.replica))
+            since_s = transaction.begun_s if transaction is not None else replica.reported_s - report.state_s
+        view = ReplicaView(
+            replica.replica,
+            report.model_hash,
+            tuple([(replica.worker, device) for device in replica.devices]),
+            ReplicaState.READY if ready else ReplicaState.LOADING,
+            since_s,
+            report.budget_bytes,
+            report.kv_bytes or record.kv_bytes,
+            report.running,
+            report.slots,
+            report.kv_pages,
+            report.kv_pages_free,
+            replica.last_used_s if ready else since_s,
+            stays,
+            report.hit_ratio,
+            report.step_s or None,
+        )
+        self._replicas[replica.replica] = (report, stays, view)
+        return view
+
+    def _promised(self, now_s: float, record: ModelRecord, held: Reservation) -> ReplicaView:
+        transaction = self._transactions.loading(held.replica_name)
+        begun_s = transaction.begun_s if transaction is not None else now_s
+        placed = transaction.record if transaction is not None and transaction.record is not None else record
+        return ReplicaView(
+            replica=ReplicaId(held.replica_name),
+            model_hash=held.model_hash,
+            devices=tuple((held.worker, device) for device in held.devices),
+            state=ReplicaState.LOADING,
+            since_s=begun_s,
+            budget_bytes=held.budget_bytes,
+            kv_bytes=placed.kv_bytes,
+            running=0,
+            slots=0,
+            kv_pages=0,
+            kv_pages_free=0,
+            last_used_s=begun_s,
+            stays=False,
+        )
+
+
+def _arrivals(flow: Flow | None) -> Arrivals:
+    if flow is None:
+        return _NO_ARRIVALS
+    (a, b, c), (d, e, f), (g, h, i) = flow.requests, flow.input_tokens, flow.output_tokens
+    return Arrivals((a, b, c), (d, e, f), (g, h, i))

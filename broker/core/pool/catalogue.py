@@ -1,0 +1,192 @@
+"""The models of the registry as the scheduler sees them, and what it remembers of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from broker.core.pool.events import LoadDeclared
+from subjects.ids import DeviceId, ModelHash, WorkerId
+from subjects.messages import Mode, ModelRecord
+
+DeviceKey = tuple[WorkerId, DeviceId]
+
+
+@dataclass(slots=True)
+class Model:
+    """What is remembered of one model hash."""
+
+    last_used_s: float = -math.inf
+    load_s: float | None = None
+    """Running mean of observed load times."""
+    failures: int = 0
+    """Failed loads in a row."""
+    failure: str = ""
+    retry_s: float = 0.0
+    """No load before this time."""
+    excuses: int = 0
+    """Loads in a row that ended by no fault of the model."""
+    early_deaths: int = 0
+    """Replicas in a row that died soon after they were ready."""
+    failed_on: DeviceKey | None = None
+    held_down: bool = False
+    """A person unloaded it: only demand brings it back."""
+
+    def clear(self) -> None:
+        """Forgets failures: the model is ready, or was applied anew."""
+        self.failures = self.excuses = self.early_deaths = 0
+        self.failure = ""
+        self.retry_s = 0.0
+        self.failed_on = None
+        self.held_down = False
+
+
+class Catalogue:
+    """Records by name and by hash. Several names may share a model, each with its own idea of the memory it needs; one of
+    them speaks for it: replicas are loaded with that record. It is the first by name of those that do not stand back."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, ModelRecord] = {}
+        self.loaded = False
+        """Whether the whole registry was read."""
+        self.news = 0
+        """Grows with every change."""
+        self.all_co_locate = True
+        """Whether no model wants a device for itself."""
+        self.any_stay = False
+        """Whether any model is pinned, locked, or has a minimum of replicas."""
+        self.declared: dict[str, LoadDeclared] = {}
+        """Load that people expect, by the name that they gave it."""
+        self.all_act = True
+        """Whether the scheduler may act by itself for every model."""
+        self.shared: list[list[ModelRecord]] = []
+        """Records of each model that has several names."""
+        self._stand_back: frozenset[str] = frozenset()
+        self._of_hash: dict[ModelHash, ModelRecord] = {}
+        self._models: dict[ModelHash, Model] = {}
+        self._by_name: list[ModelRecord] = []
+        self._by_hash: list[ModelRecord] = []
+        self._pins: dict[str, bool] = {}
+        self._pinned: set[ModelHash] = set()
+        self._locks: dict[str, bool] = {}
+        self._locked: set[ModelHash] = set()
+        self._modes: dict[str, Mode] = {}
+        self._mode_of: dict[ModelHash, Mode] = {}
+
+    def load(self, records: Iterable[ModelRecord]) -> None:
+        """The whole registry."""
+        self.records = {record.name: record for record in records}
+        self.loaded = True
+        self._index()
+
+    def apply(self, record: ModelRecord) -> None:
+        """Adds or replaces one; its failures are forgotten."""
+        self.records[record.name] = record
+        self.model(record.model_hash).clear()
+        self._index()
+
+    def remove(self, name: str) -> None:
+        """Forgets a name."""
+        self.records.pop(name, None)
+        self._index()
+
+    def _index(self) -> None:
+        self.news += 1
+        records = self.records.values()
+        self.all_co_locate = all(record.allow_co_location for record in records) and len({r.tenant for r in records}) <= 1
+        self._of_hash.clear()
+        self._pinned.clear()
+        self._locked.clear()
+        self._mode_of.clear()
+        for name in sorted(self.records):
+            record = self.records[name]
+            self._mode_of.setdefault(record.model_hash, self._modes.get(name, record.mode))
+            if self._locks.get(name, False):
+                self._locked.add(record.model_hash)
+            if self._pins.get(name, record.pinned):
+                self._pinned.add(record.model_hash)
+        self._by_name = [self.records[name] for name in sorted(self.records)]
+        names_of: dict[ModelHash, list[ModelRecord]] = {}
+        for record in self._by_name:
+            names_of.setdefault(record.model_hash, []).append(record)
+        self.shared = [named for named in names_of.values() if len(named) > 1]
+        for model_hash, named in names_of.items():
+            self._of_hash[model_hash] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
+        self._by_hash = sorted(self._of_hash.values(), key=lambda record: record.name)
+        self.any_stay = bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
+        self.all_act = all(mode is Mode.ACT for mode in self._mode_of.values())
+
+    def stand_back(self, names: frozenset[str]) -> None:
+        """These names, and no others, leave it to another of their model's names to speak for it."""
+        if names != self._stand_back:
+            self._stand_back = names
+            self._index()
+
+    def declare(self, load: LoadDeclared) -> None:
+        """Load that a person expects; replaces what had this name."""
+        self.declared[load.name] = load
+        self.news += 1
+
+    def withdraw(self, name: str) -> None:
+        """Takes that back; an unknown name is ignored."""
+        self.declared.pop(name, None)
+        self.news += 1
+
+    def pin(self, name: str, pinned: bool) -> None:
+        """A person's word; it wins over the record's."""
+        self._pins[name] = pinned
+        self._index()
+
+    def pinned(self, record: ModelRecord) -> bool:
+        """Whether a model may not be evicted: one of the names that share it is pinned."""
+        return record.model_hash in self._pinned
+
+    def lock(self, name: str, locked: bool) -> None:
+        """A person's word: nothing automatic touches a locked model."""
+        self._locks[name] = locked
+        self._index()
+
+    def locked(self, model_hash: ModelHash) -> bool:
+        """Whether one of the names that share a model is locked."""
+        return model_hash in self._locked
+
+    def set_mode(self, name: str, mode: Mode | None) -> None:
+        """A person's word; it wins over the record's until None takes it back."""
+        if mode is None:
+            self._modes.pop(name, None)
+        else:
+            self._modes[name] = mode
+        self._index()
+
+    def mode(self, model_hash: ModelHash) -> Mode:
+        """How far the scheduler may go with a model; with one that nobody applied it may do all."""
+        return self._mode_of.get(model_hash, Mode.ACT)
+
+    def by_name(self) -> list[ModelRecord]:
+        """All records in order of name."""
+        return self._by_name
+
+    def by_hash(self) -> list[ModelRecord]:
+        """One record for each model, in order of name."""
+        return self._by_hash
+
+    def records_by_hash(self) -> Mapping[ModelHash, ModelRecord]:
+        """The record that speaks for each model."""
+        return self._of_hash
+
+    def of_hash(self, model_hash: ModelHash) -> ModelRecord | None:
+        """The record that speaks for a model, or None when nobody applied it."""
+        return self._of_hash.get(model_hash)
+
+    def model(self, model_hash: ModelHash) -> Model:
+        """The memory of a model, made when it is first asked for."""
+        known = self._models.get(model_hash)
+        if known is None:
+            known = self._models[model_hash] = Model()
+        return known
+
+    def name(self, model_hash: ModelHash) -> str:
+        """A name for people."""
+        record = self.of_hash(model_hash)
+        return record.name if record is not None else model_hash[:16]

@@ -1,0 +1,684 @@
+"""The gateway's side of the request protocol (ops/decisions/0004), as a pure core.
+
+The gateway is the only judge of who runs what. Three facts carry everything:
+
+* a request has one current *attempt*, and an attempt has at most one *holder*, noted before the claim is answered;
+* only the holder's deltas of the current attempt, at the next index, reach the client;
+* the work-queue never holds the only copy: a ticket can be published again at any moment, and every claim is judged here.
+
+A holder is whoever claimed a request, or whom it was handed to (:mod:`broker.core.requests.links`).
+``broker.core.requests.live`` has the state table.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import ceil, inf
+from typing import assert_never
+
+from broker.core.requests.agenda import Agenda
+from broker.core.requests.demand import DemandLedger, within_slo
+from broker.core.requests.events import (
+    HELD_EVERY_S,
+    HELD_LINGER_S,
+    HELD_UNANSWERED_MAX,
+    LOSSES_MAX,
+    PARK_S,
+    PUBLISH_RETRY_S,
+    RECENT_ENDS_MAX,
+    RECENT_ENDS_S,
+    RECONNECT_GRACE_S,
+    ROUND_TRIP_FRESH_S,
+    AnswerClaim,
+    BusReconnected,
+    BusRoundTripMade,
+    Cancelled,
+    ClaimReceived,
+    ClientLeft,
+    DeleteTicket,
+    Deliver,
+    EndRequest,
+    EnsureQueue,
+    Failed,
+    Finished,
+    FramesReceived,
+    HandLost,
+    HandOver,
+    NotStoredReason,
+    Outcome,
+    PoolChanged,
+    PublishTicket,
+    QueueChecked,
+    RecordGrant,
+    RecordRestart,
+    RequestCommand,
+    RequestEvent,
+    RequestSubmitted,
+    SendBack,
+    ShutdownStarted,
+    Ticked,
+    TicketNotStored,
+    TicketStored,
+)
+from broker.core.requests.links import Hands, Link
+from broker.core.requests.live import QUEUED, TRANSITIONS, LiveRequest, State, Taken
+from kvcache.core.prefix_index import PrefixIndex
+from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, model_key
+from subjects.messages import (
+    Cancel,
+    Claim,
+    ClaimReply,
+    Delta,
+    Failure,
+    FailureKind,
+    Frames,
+    Hand,
+    Held,
+    HeldEntry,
+    ModelDemand,
+    PoolDigest,
+    PoolModel,
+    Refusal,
+    RefusalReason,
+    ReplicaState,
+    Resend,
+    Ticket,
+)
+
+DEAD_MAX = 4096
+"""So many dead incarnations are remembered; the pool's digest goes on naming the recent ones."""
+RETRY_AFTER_S = 5
+"""What a refused client is told when the pool has no estimate."""
+
+
+class RequestCore:
+    """Owns every request of one gateway from its first byte to its last."""
+
+    def __init__(
+        self, ingress: IngressId, *, continuation_enabled: bool = False, prefixes: PrefixIndex | None = None
+    ) -> None:
+        """``prefixes`` is read here and fed by others; without it no prefix decides where a request goes."""
+        self._ingress = ingress
+        self._continuation_enabled = continuation_enabled
+        self._live: dict[RequestId, LiveRequest] = {}
+        self._stored: dict[ModelKey, dict[RequestId, None]] = {}
+        self._hands = Hands(prefixes)
+        self._recent: OrderedDict[RequestId, tuple[float, RefusalReason]] = OrderedDict()
+        self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
+        self._models: dict[ModelHash, PoolModel] = {}
+        self._agenda: Agenda[RequestId] = Agenda()
+        self._demand = DemandLedger()
+        self._held_due_s = inf
+        self._held_sent = 0
+        self._round_trip_s = -inf
+        self._silence_counts_from_s = -inf
+        self._shutdown_s = inf
+
+    # ---------------------------------------------------------------------------------------------------------- views
+
+    @property
+    def next_wake_s(self) -> float | None:
+        """When a ``Ticked`` is due, or None when nothing is."""
+        due_s = min(self._held_due_s, self._shutdown_s if self._live else inf)
+        agenda_s = self._agenda.next_s
+        due_s = due_s if agenda_s is None else min(due_s, agenda_s)
+        return None if due_s == inf else due_s
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to do: no request, and no replica that still has to learn that it is not wanted."""
+        return not (self._live or self._hands.links or self._stored or len(self._agenda))
+
+    def state_of(self, request: RequestId) -> State | None:
+        """The state of a request, or None when it has ended or was never here."""
+        live = self._live.get(request)
+        return None if live is None else live.state
+
+    def waiting_models(self) -> tuple[ModelKey, ...]:
+        """Models with stored tickets, whose streams are worth a ``QueueChecked`` (about every second), in order of key."""
+        return tuple(sorted(self._stored))
+
+    def take_demand(self, now_s: float) -> tuple[ModelDemand, ...]:
+        """Waiting and running now, and what arrived and ended since the last call, for the telemetry of the gateway."""
+        return self._demand.take(now_s)
+
+    # ----------------------------------------------------------------------------------------------------------- step
+
+    def step(self, now_s: float, event: RequestEvent) -> list[RequestCommand]:
+        """Takes one event; returns what to do, in order. What is due is done first, so no handler meets a late request."""
+        out: list[RequestCommand] = []
+        self._do_what_is_due(now_s, out)
+        match event:
+            case RequestSubmitted():
+                self._submit(now_s, event, out)
+            case FramesReceived():
+                self._take_frames(now_s, event.frames, out)
+            case TicketStored():
+                self._ticket_stored(now_s, event, out)
+            case TicketNotStored():
+                self._ticket_not_stored(now_s, event, out)
+            case HandLost():
+                live = self._live.get(event.request)
+                if live is not None and live.state is State.RUNNING and live.attempt == event.attempt:
+                    self._not_handed(now_s, live, "its replica is out of reach", out)
+            case ClaimReceived():
+                out.extend(self._judge_claim(now_s, event))
+            case ClientLeft():
+                if (live := self._live.get(event.request)) is not None:
+                    self._end(now_s, live, Cancelled(), out)
+            case PoolChanged():
+                self._pool_changed(now_s, event.digest, out)
+            case BusReconnected():
+                self._silence_counts_from_s = now_s + RECONNECT_GRACE_S
+                for live in list(self._live.values()):
+                    if live.state is not State.RUNNING:
+                        self._publish(now_s, live, out)
+            case QueueChecked():
+                for request in list(self._stored.get(event.model, ())):
+                    live = self._live[request]
+                    if live.stored is not None and live.stored.created != event.created:
+                        self._publish(now_s, live, out)
+            case BusRoundTripMade():
+                self._round_trip_s = now_s
+            case ShutdownStarted():
+                self._shutdown_s = event.deadline_s
+            case Ticked():
+                pass
+            case _:
+                assert_never(event)
+        return out
+
+    def _do_what_is_due(self, now_s: float, out: list[RequestCommand]) -> None:
+        while (request := self._agenda.pop_due(now_s)) is not None:
+            live = self._live[request]
+            if now_s >= live.deadline_s:
+                gone = Failed(504, "the request's deadline has passed", type="timeout_error", code="deadline_exceeded")
+                self._end(now_s, live, gone, out)
+            elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
+                self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
+            elif live.state is State.PARKED and self._hands.holds_out_for(live) is not None:
+                self._holds_out_no_more(now_s, live, out)
+            elif live.state is State.PARKED and not self._hands.waits_in_vain(now_s, live):
+                live.retry_s = now_s + PARK_S
+                self._agenda.set(request, live.due_s())
+            elif live.state is State.PARKED:
+                self._publish(now_s, live, out)
+            elif live.state is State.UNSTORED:
+                self._send_ticket(now_s, live, out)
+            elif live.state is State.STORED:
+                self._yield(now_s, live, out)
+        if now_s >= self._held_due_s:
+            self._send_held(now_s, out)
+        if now_s >= self._shutdown_s:
+            for live in list(self._live.values()):
+                over = Failed(503, "the gateway is shutting down", code="shutting_down", retry_after_s=1)
+                self._end(now_s, live, over, out)
+        while self._recent and next(iter(self._recent.values()))[0] <= now_s:
+            self._recent.popitem(last=False)
+
+    # ----------------------------------------------------------------------------------------------- before the grant
+
+    def _submit(self, now_s: float, event: RequestSubmitted, out: list[RequestCommand]) -> None:
+        assert event.request not in self._live, "request ids are never reused"
+        live = LiveRequest(
+            request=event.request,
+            profile=event.profile,
+            body=event.body,
+            prompt_token_ids=event.prompt_token_ids,
+            cache_salt=event.cache_salt,
+            submitted_s=now_s,
+            wait_bound_s=event.wait_until_s - now_s,
+            wait_until_s=event.wait_until_s,
+            deadline_s=event.deadline_s,
+            yields_at_s=event.yields_at_s,
+            sla=event.sla,
+            adapter=event.adapter,
+            prefix=event.prefix,
+            waits_since_s=now_s,
+        )
+        self._live[event.request] = live
+        self._demand.arrived(live.profile)
+        model = self._models.get(live.profile.model_hash)
+        if model is not None and model.refusal:
+            self._end(now_s, live, self._refused_by_pool(model), out)
+        elif not self._hands.can_be_handed(live):
+            self._publish(now_s, live, out)
+        elif not self._hands.has_parked(live.profile.model_hash) and self._hand_over(now_s, live, out):
+            pass
+        elif self._hands.holds_out_for(live) is not None:
+            self._move(now_s, live, State.PARKED)
+        elif not self._hands.may_park(now_s, live):
+            self._publish(now_s, live, out)
+        else:
+            live.retry_s = now_s + PARK_S
+            self._move(now_s, live, State.PARKED)
+
+    def _hand_over(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> bool:
+        """Gives a request to the replica with the most room, or to the one with its prefix, if there is one. Or has it wait
+        for that one, until ``live.retry_s``."""
+        choice = self._hands.pick(now_s, live)
+        if choice.waits_for is not None:
+            self._hands.holds_out(live, choice.waits_for)
+            live.retry_s = now_s + choice.wait_s_max
+            return False
+        replica = choice.replica
+        grant = live.grant(0) if replica is not None else None
+        if replica is None or grant is None:
+            return False
+        waited_s = now_s - live.waits_since_s
+        number = self._hands.book(replica, live)
+        self._hold(now_s, live, replica)
+        hand = Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
+        granted = RecordGrant(live.request, live.attempt, replica, waited_s, choice.tokens, choice.why)
+        out += (HandOver(replica, hand), granted)
+        return True
+
+    def _holds_out_no_more(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+        """The replica with its prefix has had no room in time: whoever has some gets it now, else it waits like others."""
+        self._hands.holds_out(live, None)
+        live.may_hold_out = False
+        if self._hand_over(now_s, live, out):
+            return
+        if self._hands.may_park(now_s, live) and not self._hands.waits_in_vain(now_s, live):
+            live.retry_s = now_s + PARK_S
+            self._agenda.set(live.request, live.due_s())
+        else:
+            self._publish(now_s, live, out)
+
+    def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand]) -> None:
+        """It was handed over and never begun: no loss, and what it is told to next is the queue."""
+        if live.holder is not None and (link := self._hands.links.get(live.holder)) is not None:
+            link.room = None
+        if not live.sent_in_attempt:
+            self._restart(now_s, live, why, out, handed=True)
+
+    def _publish(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+        """Under a new publication number, since the work-queue swallows a message id that it has seen."""
+        live.publication += 1
+        self._send_ticket(now_s, live, out)
+
+    def _send_ticket(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+        live.publication = max(1, live.publication)
+        live.retry_s = inf
+        self._move(now_s, live, State.PUBLISHING)
+        message_id = f"{live.request}.{live.attempt}.{live.publication}"
+        ttl_s = max(1, ceil(min(live.wait_until_s, live.deadline_s) - now_s))
+        out.append(PublishTicket(self._ticket(live), message_id, ttl_s))
+
+    def _yield(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+        """Those who can still meet their target go first. A replica that pulled the old ticket may claim it all the same."""
+        assert live.stored is not None
+        self._demand.stopped_waiting(live.queued_as, live.request)
+        live.yields()
+        self._demand.waits(live.queued_as, live.request, live.waits_since_s)
+        if live.has_yielded:
+            out.append(DeleteTicket(live.stored))
+            self._publish(now_s, live, out)
+        else:
+            self._agenda.set(live.request, live.due_s())
+
+    def _ticket(self, live: LiveRequest) -> Ticket:
+        return Ticket(
+            request=live.request,
+            attempt=live.attempt,
+            publication=live.publication,
+            ingress=self._ingress,
+            profile=live.queued_as,
+        )
+
+    def _ticket_stored(self, now_s: float, event: TicketStored, out: list[RequestCommand]) -> None:
+        live = self._live.get(event.request)
+        if live is None or (live.attempt, live.publication) != (event.attempt, event.publication):
+            out.append(DeleteTicket(event.stored))  # It ended, or was published again, while this copy was on its way.
+        elif live.state is State.PUBLISHING:
+            live.stored = event.stored
+            self._move(now_s, live, State.STORED)
+
+    def _ticket_not_stored(self, now_s: float, event: TicketNotStored, out: list[RequestCommand]) -> None:
+        live = self._live.get(event.request)
+        if live is None or live.state is not State.PUBLISHING:
+            return
+        if (live.attempt, live.publication) != (event.attempt, event.publication):
+            return
+        match event.reason:
+            case NotStoredReason.QUEUE_FULL:
+                self._end(now_s, live, self._no_capacity(live, "the queue of this model is full"), out)
+                return
+            case NotStoredReason.QUEUE_MISSING:
+                out.append(EnsureQueue())
+            case NotStoredReason.BUS_UNAVAILABLE | NotStoredReason.TIMEOUT:
+                pass
+            case _:
+                assert_never(event.reason)
+        # It may have been stored after all: the retry keeps the message id, so that it is not stored twice.
+        live.retry_s = now_s + PUBLISH_RETRY_S
+        self._move(now_s, live, State.UNSTORED)
+
+    def _judge_claim(self, now_s: float, event: ClaimReceived) -> list[RequestCommand]:
+        claim = event.claim
+        verdict = self._verdict(now_s, claim)
+        if isinstance(verdict, RefusalReason):
+            refusal = Refusal(request=claim.request, attempt=claim.attempt, reason=verdict)
+            return [AnswerClaim(event.token, refusal)]
+        live, reply = verdict
+        if live.better_elsewhere(now_s, claim.replica, adapters=claim.adapters):
+            return self._left_to_others(now_s, live, event)
+        answer = AnswerClaim(event.token, reply)
+        if live.state is State.RUNNING:
+            return [answer]
+        waited_s = now_s - live.waits_since_s
+        self._hold(now_s, live, claim.replica)
+        link = self._hands.links[claim.replica]
+        link.adapters = claim.adapters
+        link.heard()
+        return [answer, RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
+
+    def _left_to_others(self, now_s: float, live: LiveRequest, event: ClaimReceived) -> list[RequestCommand]:
+        """The refusal takes the ticket off the queue, so another one follows; after a pause, since the same replica may ask
+        again."""
+        refusal = Refusal(request=live.request, attempt=live.attempt, reason=RefusalReason.UNKNOWN)
+        out: list[RequestCommand] = [AnswerClaim(event.token, refusal)]
+        if live.stored is not None:
+            out.append(DeleteTicket(live.stored))
+        if live.state in QUEUED:
+            live.publication += 1  # the work-queue swallows a number that it has seen
+        if live.state in (State.PUBLISHING, State.STORED):
+            live.retry_s = now_s + PUBLISH_RETRY_S
+            self._move(now_s, live, State.UNSTORED)
+        return out
+
+    def _verdict(self, now_s: float, claim: Claim) -> RefusalReason | tuple[LiveRequest, ClaimReply]:
+        if claim.replica in self._dead:
+            return RefusalReason.DEAD
+        live = self._live.get(claim.request)
+        if live is None:
+            return self._recent.get(claim.request, (now_s, RefusalReason.UNKNOWN))[1]
+        if claim.attempt != live.attempt:
+            return RefusalReason.STALE_ATTEMPT if claim.attempt < live.attempt else RefusalReason.UNKNOWN
+        if live.state is State.RUNNING and live.holder != claim.replica:
+            return RefusalReason.TAKEN
+        grant = live.grant(claim.part)
+        if grant is None or (claim.part > 0 and live.state is not State.RUNNING):
+            return RefusalReason.UNKNOWN
+        return live, grant
+
+    def _hold(self, now_s: float, live: LiveRequest, replica: ReplicaId) -> None:
+        live.holder = replica
+        live.stored = None
+        live.retry_s = inf
+        self._move(now_s, live, State.RUNNING)
+        self._link(now_s, replica).running[live.request] = None
+        self._hands.serves(replica, live.profile.model_hash)
+        self._hands.goes_to(replica, live)
+
+    # ------------------------------------------------------------------------------------------------ after the grant
+
+    def _take_frames(self, now_s: float, frames: Frames, out: list[RequestCommand]) -> None:
+        link = self._hands.links.get(frames.replica)
+        if link is None:
+            # It holds something that we gave up while it was out of reach: ``Held`` tells it that nothing is wanted.
+            link = self._link(now_s, frames.replica)
+            link.linger_until_s = now_s + HELD_LINGER_S
+        link.heard()
+        link.room_is(now_s, frames.room)
+        unwanted: dict[tuple[RequestId, int], None] = {}
+        for delta in frames.deltas:
+            live = self._held_by(frames.replica, delta.request, delta.attempt)
+            if live is None:
+                unwanted[delta.request, delta.attempt] = None
+            elif delta.failure is not None:
+                self._engine_failed(now_s, live, delta.failure, out)
+            elif 0 <= delta.choice < len(live.choices):
+                self._take_delta(now_s, live, frames.replica, delta, out)
+        for gone in frames.gone:
+            live = self._held_by(frames.replica, gone.request, gone.attempt)
+            if live is not None and gone.full:
+                self._not_handed(now_s, live, "its replica had no room", out)
+            elif live is not None:
+                self._lose(now_s, live, "its replica does not have it", out)
+        for model in self._hands.models_of(frames.replica) if frames.room is not None and self._hands.any_parked else ():
+            self._serve_parked(now_s, model, frames.replica, out)
+        for request, attempt in unwanted:
+            out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
+            link.linger_until_s = now_s + HELD_LINGER_S
+
+    def _serve_parked(self, now_s: float, model: ModelHash, replica: ReplicaId, out: list[RequestCommand]) -> None:
+        """A replica has said what it would take. Who is first and finds no room holds up those behind, but for those who
+        wait for one replica only: they are asked when it or its neighbour speaks, and hold up nobody."""
+        for request in self._hands.parked(model):
+            live = self._live[request]
+            if not self._hands.concerns(replica, live):
+                continue
+            if self._hand_over(now_s, live, out):
+                continue
+            if self._hands.holds_out_for(live) is None:
+                break
+            self._agenda.set(request, live.due_s())
+
+    def _held_by(self, replica: ReplicaId, request: RequestId, attempt: int) -> LiveRequest | None:
+        live = self._live.get(request)
+        if live is None or live.state is not State.RUNNING or live.holder != replica or live.attempt != attempt:
+            return None
+        return live
+
+    def _take_delta(
+        self, now_s: float, live: LiveRequest, replica: ReplicaId, delta: Delta, out: list[RequestCommand]
+    ) -> None:
+        match live.take(delta):
+            case Taken.REPEATED:
+                pass
+            case Taken.GAP:
+                for choice, from_index in live.gaps(now_s, delta):
+                    resend = Resend(
+                        ingress=self._ingress,
+                        request=live.request,
+                        attempt=live.attempt,
+                        choice=choice,
+                        from_index=from_index,
+                    )
+                    out.append(SendBack(replica, resend))
+            case Taken.ACCEPTED:
+                if live.first_sent_s is None:
+                    live.first_sent_s = now_s
+                out.append(Deliver(live.request, delta))
+                if delta.end:
+                    self._end(now_s, live, Finished(delta.usage), out)
+            case _ as never:
+                assert_never(never)
+
+    def _engine_failed(self, now_s: float, live: LiveRequest, failure: Failure, out: list[RequestCommand]) -> None:
+        match failure.kind:
+            case FailureKind.BAD_REQUEST:
+                # Never fed to a second replica: what is wrong with it is wrong everywhere.
+                status = failure.status if 400 <= failure.status < 500 else 400
+                bad = Failed(status, failure.message, "invalid_request_error", failure.code, failure.param)
+                self._end(now_s, live, bad, out)
+            case FailureKind.BUSY if not live.sent_in_attempt:
+                self._restart(now_s, live, "the engine was busy", out, pause_s=PUBLISH_RETRY_S)
+            case FailureKind.SICK | FailureKind.BUSY:
+                live.unfit = live.holder
+                self._lose(now_s, live, failure.message, out, code=failure.code or "engine_failed")
+            case _:
+                assert_never(failure.kind)
+
+    def _lose(
+        self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand], *, code: str = "replica_lost"
+    ) -> None:
+        """Its holder will not finish it: go on elsewhere where that is right, else end it in one clear way."""
+        live.losses += 1
+        if live.all_closed():
+            self._end(now_s, live, Finished(None), out)  # Only the usage was missing; the answer is whole.
+        elif live.sent_in_attempt and not (self._continuation_enabled and live.continuable()):
+            message = f"the answer broke off and cannot be continued elsewhere: {why}"
+            self._end(now_s, live, Failed(502, message, code=code), out)
+        elif live.losses >= LOSSES_MAX:
+            self._end(now_s, live, Failed(502, f"lost {live.losses} times, last because: {why}", code=code), out)
+        else:
+            live.wait_until_s = now_s + live.wait_bound_s
+            self._restart(now_s, live, why, out)
+
+    def _restart(
+        self,
+        now_s: float,
+        live: LiveRequest,
+        why: str,
+        out: list[RequestCommand],
+        *,
+        pause_s: float = 0.0,
+        handed: bool = False,
+    ) -> None:
+        self._let_go(now_s, live)
+        waits_since_s = live.waits_since_s
+        live.begin_attempt(now_s)
+        if handed:
+            live.waits_since_s = waits_since_s  # it has waited all the time
+        out.append(RecordRestart(live.request, live.attempt, why, handed))
+        if now_s >= live.wait_until_s:
+            self._end(now_s, live, self._no_capacity(live, why), out)
+        elif pause_s:
+            live.retry_s = now_s + pause_s
+            self._move(now_s, live, State.UNSTORED)
+        else:
+            self._publish(now_s, live, out)
+
+    def _let_go(self, now_s: float, live: LiveRequest) -> None:
+        """The holder does not have it any more as far as we are concerned; it goes on hearing ``Held`` for a while."""
+        if live.holder is not None and (link := self._hands.links.get(live.holder)) is not None:
+            link.running.pop(live.request, None)
+            link.linger_until_s = now_s + HELD_LINGER_S
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def _end(self, now_s: float, live: LiveRequest, outcome: Outcome, out: list[RequestCommand]) -> None:
+        if live.stored is not None:
+            out.append(DeleteTicket(live.stored))
+        if live.state is State.RUNNING and live.holder is not None:
+            if not isinstance(outcome, Finished):
+                cancel = Cancel(ingress=self._ingress, request=live.request, attempt=live.attempt)
+                out.append(SendBack(live.holder, cancel))
+            self._let_go(now_s, live)
+        self._move(now_s, live, None)
+        del self._live[live.request]
+        match outcome:
+            case Finished():
+                first_s = now_s if live.first_sent_s is None else live.first_sent_s
+                output_tokens = outcome.usage.completion_tokens if outcome.usage else sum(live.next_indexes())
+                ttft_s, latency_s = first_s - live.submitted_s, now_s - live.submitted_s
+                self._demand.finished(
+                    live.profile,
+                    output_tokens=output_tokens,
+                    ttft_s=ttft_s,
+                    latency_s=latency_s,
+                    within_slo=live.sla is not None and within_slo(live.sla, ttft_s, latency_s, output_tokens),
+                )
+            case Failed():
+                self._demand.failed(live.profile)
+                if outcome.status in (503, 504):
+                    self._remember(now_s, live.request, RefusalReason.EXPIRED)
+            case Cancelled():
+                self._remember(now_s, live.request, RefusalReason.CANCELLED)
+            case _:
+                assert_never(outcome)
+        out.append(EndRequest(live.request, outcome))
+
+    def _remember(self, now_s: float, request: RequestId, reason: RefusalReason) -> None:
+        self._recent[request] = (now_s + RECENT_ENDS_S, reason)
+        while len(self._recent) > RECENT_ENDS_MAX:
+            self._recent.popitem(last=False)
+
+    def _no_capacity(self, live: LiveRequest, why: str) -> Failed:
+        model = self._models.get(live.profile.model_hash)
+        retry_s = ceil(model.estimated_wait_s) if model is not None and model.estimated_wait_s > 0 else RETRY_AFTER_S
+        return Failed(503, f"no capacity: {why}", code="no_capacity", retry_after_s=retry_s)
+
+    @staticmethod
+    def _refused_by_pool(model: PoolModel) -> Failed:
+        if model.permanent:
+            return Failed(503, model.refusal, code="model_cannot_fit")
+        return Failed(503, model.refusal, code="model_unavailable", retry_after_s=model.retry_after_s or RETRY_AFTER_S)
+
+    # ------------------------------------------------------------------------------------------------ replicas, states
+
+    def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[RequestCommand]) -> None:
+        self._models = {model.model_hash: model for model in digest.models}
+        ready: dict[ModelHash, tuple[ReplicaId, ...]] = {}
+        for one in digest.replicas:
+            if one.state is ReplicaState.READY and one.weight > 0:
+                ready[one.model_hash] = (*ready.get(one.model_hash, ()), one.replica)
+        self._hands.ready_are(ready)
+        for replica in digest.dead:
+            if replica not in self._dead:
+                self._dead[replica] = None
+                self._bury(now_s, replica, out)
+        while len(self._dead) > DEAD_MAX:
+            self._dead.popitem(last=False)
+        refusals = {model_hash for model_hash, model in self._models.items() if model.refusal}
+        for live in list(self._live.values()) if refusals else ():
+            if live.state is not State.RUNNING and live.profile.model_hash in refusals:
+                self._end(now_s, live, self._refused_by_pool(self._models[live.profile.model_hash]), out)
+
+    def _bury(self, now_s: float, replica: ReplicaId, out: list[RequestCommand]) -> None:
+        link = self._hands.forget(replica)
+        for request in list(link.running) if link is not None else ():
+            self._lose(now_s, self._live[request], "its replica died", out)
+        if not self._hands.links:
+            self._held_due_s = inf
+
+    def _link(self, now_s: float, replica: ReplicaId) -> Link:
+        if self._held_due_s == inf:
+            self._held_due_s = now_s + HELD_EVERY_S
+        return self._hands.link(replica)
+
+    def _send_held(self, now_s: float, out: list[RequestCommand]) -> None:
+        """One beat to all. Silence is counted per beat, and only while our own way to the bus is known to work."""
+        bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S and now_s >= self._silence_counts_from_s
+        for replica, link in list(self._hands.links.items()):
+            if link.awaiting_frame and bus_works:
+                link.unanswered += 1
+            silent = link.unanswered >= HELD_UNANSWERED_MAX
+            for request in list(link.running) if silent else ():
+                self._lose(now_s, self._live[request], "its replica fell silent", out)
+            if not link.running and now_s >= link.linger_until_s and (silent or not link.awaiting_frame):
+                self._hands.forget(replica)
+                continue
+            self._held_sent += 1
+            entries = tuple(self._held_entry(self._live[request]) for request in link.running)
+            held = Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
+            out.append(SendBack(replica, held))
+            link.awaiting_frame = True
+        self._held_due_s = now_s + HELD_EVERY_S if self._hands.links else inf
+
+    @staticmethod
+    def _held_entry(live: LiveRequest) -> HeldEntry:
+        return HeldEntry(request=live.request, attempt=live.attempt, next_indexes=live.next_indexes())
+
+    def _move(self, now_s: float, live: LiveRequest, state: State | None) -> None:
+        """The only place where a state changes; keeps the views and the agenda in step with it."""
+        assert state in TRANSITIONS[live.state], f"{live.state} -> {state}"
+        was_waiting = live.state not in (None, State.RUNNING)
+        waits = state not in (None, State.RUNNING)
+        key = model_key(live.profile.model_hash)
+        if live.state is State.STORED:
+            live.stored = None
+            self._stored[key].pop(live.request)
+            if not self._stored[key]:
+                del self._stored[key]
+        if state is State.STORED:
+            self._stored.setdefault(key, {})[live.request] = None
+        self._hands.moved(now_s, live, state)
+        if waits and not was_waiting:
+            self._demand.waits(live.queued_as, live.request, now_s)
+        elif was_waiting and not waits:
+            self._demand.stopped_waiting(live.queued_as, live.request)
+        if (state is State.RUNNING) != (live.state is State.RUNNING):
+            self._demand.runs(live.profile, 1 if state is State.RUNNING else -1)
+        live.state = state
+        if state is None:
+            self._agenda.drop(live.request)
+        else:
+            self._agenda.set(live.request, live.due_s())

@@ -1,0 +1,553 @@
+"""The scheduler's policy: which models are loaded where, who leaves for whom, and when.
+
+The rules, in the order in which they bind:
+
+1. Nothing is decided before this scheduler leads, has the registry, and has heard every worker that beats.
+2. A model that waits and has no replica, ready or on its way, is *wanted*. So is one below its ``min_replicas``. One that
+   keeps waiting beside ready replicas may have one more, in free room only. Who has waited longest is served first.
+3. Free room is used first, on the device that it fits best. Otherwise others leave one device: idle before busy, then the
+   least recently used; never pinned ones, never below ``min_replicas``, never one that is on its way, and nobody at all
+   unless the newcomer then fits.
+4. A residency has paid for its swap when it is longer than ``residency_s_min`` and than the observed load times of both
+   models. An idle model may leave when its residency has paid, or when it has been idle for ``idle_release_s``. A busy one
+   stays until its residency has paid and the waiting model has waited ``minority_wait_s_max``; then it is drained, its new
+   requests wait in the queue, and their wait is bounded by the same rule. With m models that all have demand and room for
+   one, nobody waits longer than minority_wait + m x (residency + drain + load).
+5. A model over that bound which still cannot be placed claims a device: nobody who has waited less may take room there.
+6. A load that fails backs off, doubling. While a model fails it may use free room, or evict what nobody has used for
+   ``failing_victim_idle_s``: it can never evict healthy models again and again. Its clients are told at once.
+7. When a load fails, victims that are wanted come back first (their drain cannot be undone, so compensation is a load).
+8. A model that no known device can ever hold is refused at once, with the numbers; one that could fit if pinned models or
+   minimum replicas did not hold the room is refused until they do not. Where several names share a model, that holds
+   when no record of it fits; else the first that fits is the one that is loaded, for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from broker.core.actions import Actions
+from broker.core.digest import DigestBuilder
+from broker.core.outcomes import Outcomes
+from broker.core.plan.availability import Outlook, Planner
+from broker.core.plan.fairness import Fairness
+from broker.core.plan.policy import Policy
+from broker.core.plan.view import ViewBuilder
+from broker.core.pool.catalogue import Catalogue, DeviceKey
+from broker.core.pool.describe import seconds_text
+from broker.core.pool.events import (
+    AppendJournal,
+    BeatSeen,
+    BusRoundTripMade,
+    CommandAnswered,
+    CommandUnanswered,
+    DeviceLocked,
+    DeviceUnlocked,
+    DigestRestored,
+    DrainRequested,
+    IngressReported,
+    JournalRestored,
+    KvOrdered,
+    LeadershipGained,
+    LeadershipLost,
+    LoadDeclared,
+    LoadWithdrawn,
+    ModelApplied,
+    ModelLocked,
+    ModelPinned,
+    ModelRemoved,
+    ModelUnlocked,
+    ModelUnpinned,
+    ModeSet,
+    OperationSeen,
+    RegistryLoaded,
+    ReplicaLocked,
+    ReplicaUnlocked,
+    Resign,
+    SchedulerCommand,
+    SchedulerEvent,
+    SchedulerSettings,
+    Ticked,
+    UnloadRequested,
+    WorkerClosed,
+    WorkerOpened,
+    WorkerReported,
+)
+from broker.core.pool.journal import Course, resume
+from broker.core.pool.state import Changes, Pool, Presence
+from broker.core.pool.transaction import Stage
+from broker.core.pool.transactions import Transactions
+from subjects.errors import place_of
+from subjects.ids import ModelHash
+from subjects.messages import (
+    KV_STARTS,
+    CommandOutcome,
+    JournalEntry,
+    KvReport,
+    Mode,
+    OperationEnded,
+    OperationProgressed,
+    ReplicaDied,
+    ReplicaState,
+    Severity,
+    WorkerSnapshot,
+)
+
+EVICTION_SEARCHES_MAX = 32
+"""For how many waiting models one decision looks for victims, longest waiting first: it must stay short in a big pool,"""
+EVICTION_DEVICES_MAX = 4096
+"""and looks at no more than so many devices in all."""
+EVICTION_AGAIN_S = 0.5
+"""Where not all can be looked at, one for whom nobody could leave lets others have their turn this long."""
+DEVICES_AT_ONCE_MAX = 64
+DECISION_GAP_S = 20e-6
+"""In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together; and
+a look at once comes no sooner than half of the usual time after another."""
+
+
+class SchedulerCore:
+    """Pure: events in, commands out. One instance per scheduler process, leader or standby."""
+
+    def __init__(self, settings: SchedulerSettings | None = None, policy: Policy | None = None) -> None:
+        self.settings = settings or SchedulerSettings()
+        self.pool = Pool(self.settings)
+        self.transactions = Transactions(self.settings, self.pool)
+        self.catalogue = Catalogue()
+        self.planner = Planner(self.settings, self.pool, self.catalogue, self.transactions)
+        self.fairness = Fairness()
+        self.digests = DigestBuilder(self.settings, self.pool, self.fairness)
+        self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
+        self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
+        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
+        self.policy = policy
+        self.views.needs_costs = getattr(policy, "needs_costs", False)
+        self.notes: dict[ModelHash, str] = {}
+        """Per model the policy's last word on why it has what it has."""
+        self.epoch: int | None = None
+        """Ours while we lead."""
+        self.next_wake_s = 0.0
+        self._leads_since_s = 0.0
+        self._listening = True
+        self._unix_offset_s = 0.0
+        self._unfinished: tuple[JournalEntry, ...] = ()
+        self._undecided = False
+        self._gathers_until_s = -math.inf
+        self._scanned: tuple[int, int] | None = None
+        self._in_vain: dict[ModelHash, float] = {}
+        self._told: tuple[int, int, int, int] | None = None
+        self._looked_s = -math.inf
+        self._next_look_s = math.inf
+        self._look_now = False
+
+    @property
+    def epoch_seen_max(self) -> int:
+        """The highest epoch that any worker has reported; a new leader's epoch must be above it."""
+        return self.pool.epoch_seen_max
+
+    @property
+    def leads(self) -> bool:
+        """Whether this scheduler leads."""
+        return self.epoch is not None
+
+    # ------------------------------------------------------------------------------------------------------------ events
+
+    def step(self, now_s: float, event: SchedulerEvent) -> list[SchedulerCommand]:
+        """Takes one event and returns what must be done, in order."""
+        out: list[SchedulerCommand] = []
+        decide = True
+        match event:
+            case BeatSeen():
+                decide = self.pool.beat(event.worker, event.epoch_seen)
+            case WorkerReported():
+                changes = self.pool.report(now_s, event.snapshot)
+                self._reported(now_s, changes, out)
+                if event.snapshot.kv is not None and event.snapshot.kv.note:
+                    self._kv_is_short(now_s, event.snapshot, event.snapshot.kv, out)
+                decide = changes.any
+            case IngressReported():
+                decide = self._ingress(now_s, event)
+            case CommandAnswered():
+                self._answered(now_s, event, out)
+                decide = event.reply.outcome is CommandOutcome.REFUSED
+            case CommandUnanswered():
+                decide = False  # The command is sent again, or given up, in its time.
+            case OperationSeen():
+                decide = self._operation_seen(now_s, event, out)
+            case RegistryLoaded():
+                self.catalogue.load(event.records)
+            case ModelApplied():
+                if self.catalogue.records.get(event.record.name) != event.record:  # A watch can repeat what we know.
+                    self.catalogue.apply(event.record)
+            case ModelRemoved():
+                self.catalogue.remove(event.name)
+            case ModelPinned():
+                self.catalogue.pin(event.name, True)
+            case ModelUnpinned():
+                self.catalogue.pin(event.name, False)
+            case UnloadRequested():
+                self._unload_requested(now_s, event.name, out)
+            case KvOrdered():
+                if self.leads and event.worker in self.pool.workers:
+                    self.actions.ask_kv(now_s, event.worker, event.model_hash, event.order, out)
+            case ModelLocked():
+                self.catalogue.lock(event.name, True)
+            case ModelUnlocked():
+                self.catalogue.lock(event.name, False)
+            case ModeSet():
+                self.catalogue.set_mode(event.name, event.mode)
+            case LoadDeclared():
+                self.catalogue.declare(event)
+            case LoadWithdrawn():
+                self.catalogue.withdraw(event.name)
+            case DrainRequested():
+                self._drain_requested(now_s, event, out)
+            case WorkerClosed():
+                self.pool.close(event.name, True, event.device, bound_s=event.bound_s)
+            case WorkerOpened():
+                self.pool.close(event.name, False, event.device)
+            case DeviceLocked():
+                self.pool.lock_device(event.name, event.device, True)
+            case DeviceUnlocked():
+                self.pool.lock_device(event.name, event.device, False)
+            case ReplicaLocked():
+                self.pool.lock_replica(event.replica, True)
+            case ReplicaUnlocked():
+                self.pool.lock_replica(event.replica, False)
+            case JournalRestored():
+                self._unfinished = event.entries
+                decide = False
+            case DigestRestored():
+                self.digests.restore(event.digest)
+            case LeadershipGained():
+                self.epoch = event.epoch
+                self.transactions.lead(event.epoch)
+                self.outcomes.lead(True)
+                self._leads_since_s = now_s
+                self._listening = True
+                self.pool.take_flow()
+            case LeadershipLost():
+                self.epoch = None
+                self.outcomes.lead(False)
+                self._unfinished = ()
+                self.transactions.lead(0)
+            case BusRoundTripMade():
+                self.pool.round_trip(now_s)
+                decide = False
+            case Ticked():
+                self._unix_offset_s = event.unix_s - now_s
+                self.transactions.orders.unix_offset_s = self.outcomes.unix_offset_s = self._unix_offset_s
+                self.views.unix_offset_s = self._unix_offset_s
+                self._tick(now_s, out)
+            case _:
+                assert_never(event)
+        self._undecided |= decide
+        if self._undecided and self.leads and (now_s >= self._gathers_until_s or isinstance(event, Ticked)):
+            self._undecided = False
+            devices = len(self.pool.devices(usable=False))
+            self._gathers_until_s = now_s + (DECISION_GAP_S * devices if devices > DEVICES_AT_ONCE_MAX else 0.0)
+            self.outcomes.settle(now_s, out)
+            if self._may_decide(now_s):
+                if self._unfinished:
+                    self._resume(now_s, out)
+                self._decide(now_s, out)
+            self._publish(now_s, out)
+        journal = self.transactions.orders.take_journal()
+        if journal:
+            out.insert(0, AppendJournal(journal))
+        return out
+
+    def _ingress(self, now_s: float, event: IngressReported) -> bool:
+        if self.pool.is_news(event.telemetry):
+            self.fairness.take(event.telemetry.demand, self.catalogue.records_by_hash())
+        starts = self.pool.ingress(now_s, event.telemetry)
+        if self.policy is not None and any(self.planner.usage.replicas_count(model_hash) == 0 for model_hash in starts):
+            self._look_now = True
+        return bool(starts)
+
+    def _tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        self.next_wake_s = now_s + self.settings.tick_s
+        if self._next_look_s > now_s:
+            self.next_wake_s = min(self.next_wake_s, self._next_look_s)
+        self.fairness.look(now_s, self.catalogue.records_by_hash())
+        self.digests.notes += self.fairness.news
+        for worker in self.pool.judge(now_s):
+            self.transactions.worker_died(now_s, worker)
+            lost = [replica.replica for replica in self.pool.replicas_of(worker.worker)]
+            text = f"worker {worker.worker} is silent and counts as dead, with {len(lost)} replicas"
+            evidence = {"replicas": " ".join(lost), "silence": f"{self.settings.dead_s:g} s or more"}
+            self.outcomes.alert(
+                now_s, Severity.CRITICAL, "worker-dead", worker.worker, text, evidence, "carpool get devices", out
+            )
+        if self.pool.mass_silence:
+            text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
+            self.outcomes.alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool doctor", out)
+        if self.leads:
+            self.transactions.tick(now_s, out)
+
+    def _reported(self, now_s: float, changes: Changes, out: list[SchedulerCommand]) -> None:
+        for replica in changes.appeared:
+            self.transactions.replica_seen(now_s, replica)
+        for replica in changes.changed:
+            ours = self.transactions.replica_seen(now_s, replica)
+            if ours or replica.report.state is not ReplicaState.FAILED:
+                continue
+            if replica.replica in self.pool.leaving:
+                self.pool.declare_dead(replica.replica)  # It did not survive its drain; its requests go on elsewhere.
+            else:
+                self.outcomes.lost(now_s, replica, replica.report.failure, out)
+        for replica in changes.ended:
+            self.transactions.replica_seen(now_s, replica)
+        for replica in changes.vanished:
+            ours = self.transactions.replica_gone(now_s, replica.replica, "")
+            # A failed one was counted before; one that drained for somebody else left as it should.
+            if not ours and replica.report.state not in (ReplicaState.FAILED, ReplicaState.DRAINING):
+                self.outcomes.lost(now_s, replica, "its worker lists it no more", out)
+
+    def _kv_is_short(self, now_s: float, snapshot: WorkerSnapshot, kv: KvReport, out: list[SchedulerCommand]) -> None:
+        """A worker's KV node does not run, or does without a tier: time is lost, no request is."""
+        if snapshot.draining or kv.note == KV_STARTS:
+            return
+        worker = snapshot.worker
+        if kv.running:
+            kind, text = "kv-degraded", f"the KV node of {worker} does without something: {kv.note}"
+        else:
+            kind, text = "kv-node-down", f"the KV node of {worker} does not run ({kv.note}): its replicas compute everything"
+        self.outcomes.alert(now_s, Severity.WARNING, kind, worker, text, {}, "carpool get kv", out)
+
+    def _answered(self, now_s: float, event: CommandAnswered, out: list[SchedulerCommand]) -> None:
+        self.pool.epoch_seen_max = max(self.pool.epoch_seen_max, event.reply.epoch_seen)
+        if event.reply.outcome is CommandOutcome.STALE_EPOCH:
+            if self.leads and self.transactions.orders.find(event.reply.operation) is not None:
+                out.append(Resign(f"a worker has obeyed epoch {event.reply.epoch_seen}, ours is {self.epoch}"))
+            return
+        self.transactions.answered(now_s, event.reply, out)
+
+    def _operation_seen(self, now_s: float, event: OperationSeen, out: list[SchedulerCommand]) -> bool:
+        match event.event:
+            case OperationProgressed():
+                return False
+            case OperationEnded():
+                self.transactions.operation_ended(now_s, event.event, out)
+            case ReplicaDied():
+                replica = self.pool.ended(event.event.replica)
+                ours = self.transactions.replica_gone(now_s, event.event.replica, event.event.detail)
+                if replica is not None and (not ours or replica.report.running):
+                    self.pool.declare_dead(event.event.replica)
+                if replica is not None and not ours and replica.report.state is not ReplicaState.FAILED:
+                    self.outcomes.lost(now_s, replica, event.event.detail, out)
+            case _:
+                assert_never(event.event)
+        return True
+
+    def _unload_requested(self, now_s: float, name: str, out: list[SchedulerCommand]) -> None:
+        record = self.catalogue.records.get(name)
+        if record is None or not self.leads:
+            return
+        self.catalogue.model(record.model_hash).held_down = True
+        for replica in sorted(self.pool.replicas_for(record.model_hash), key=lambda r: r.replica):
+            if replica.dead:
+                continue
+            self.actions.retire(now_s, replica, "asked for by a person", out=out)
+
+    def _drain_requested(self, now_s: float, event: DrainRequested, out: list[SchedulerCommand]) -> None:
+        replica = self.pool.replicas.get(event.replica)
+        if replica is not None and self.leads:
+            drain_s = 0.0 if event.interrupt else event.bound_s
+            self.actions.retire(now_s, replica, "drained by a person", drain_s=drain_s, out=out)
+
+    # --------------------------------------------------------------------------------------------- what earlier leaders left
+
+    def _resume(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """Goes on with what earlier leaders left unfinished, before anything new is decided."""
+        entries, self._unfinished = self._unfinished, ()
+        for resumption in resume(entries, self.pool, self.catalogue):
+            refusal = ""
+            if resumption.course is Course.GO_ON:
+                refusal = self.actions.take_up(now_s, resumption, out)
+                if not refusal:
+                    continue
+            failure = "" if resumption.course is Course.FINISHED else refusal or resumption.why
+            self.transactions.orders.close(now_s, resumption.recorded.name, failure)
+            if refusal or resumption.course is Course.MAKE_GOOD:
+                began = resumption.recorded.began
+                what = began.record.name if began.record is not None else "another model"
+                self.outcomes.bring_back(
+                    [model_hash for _, model_hash in resumption.gone], began.worker, began.devices, what
+                )
+
+    # ---------------------------------------------------------------------------------------------------------- deciding
+
+    def _may_decide(self, now_s: float) -> bool:
+        if not self.catalogue.loaded:
+            return False
+        if self._listening:
+            led_s = now_s - self._leads_since_s
+            unheard = any(w.snapshot is None and w.presence is not Presence.DEAD for w in self.pool.workers.values())
+            self._listening = led_s < self.settings.listen_s or (unheard and led_s < self.settings.listen_s_max)
+        return not self._listening
+
+    def _decide(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        for model_hash, demand in self.planner.look(now_s).items():
+            if demand.any:
+                model = self.catalogue.model(model_hash)
+                model.last_used_s = now_s
+                model.held_down = False
+        self.catalogue.stand_back(self.planner.sites.names_to_stand_back())
+        self._drop_unwanted(now_s)
+        self._retire_what_must_go(now_s, out)
+        if self.policy is not None and self._policy_is_due(now_s):
+            self._ask(now_s, self.policy, out)
+        self._place_what_waits(now_s, out)
+        self.transactions.start(now_s, out)
+        self.outcomes.settle(now_s, out)
+
+    def _policy_is_due(self, now_s: float) -> bool:
+        # Half a millisecond: a tick of 100 ms may come a hair early by the clock, and must not wait for the one after.
+        since_s = now_s - self._looked_s + 0.0005
+        small = len(self.pool.devices(usable=False)) <= DEVICES_AT_ONCE_MAX
+        at_once = self._look_now and (small or since_s >= self.settings.policy_look_s / 2)
+        return at_once or now_s >= self._next_look_s or since_s >= self.settings.policy_look_s
+
+    def _ask(self, now_s: float, policy: Policy, out: list[SchedulerCommand]) -> None:
+        self._looked_s = now_s
+        self._look_now = False
+        try:
+            decision = policy.decide(now_s, self.views.build(now_s))
+        except (ArithmeticError, ValueError, LookupError, TypeError) as error:
+            if not self.settings.outlives_policy:
+                raise
+            self._policy_failed(now_s, error, out)
+            return
+        next_look_s = decision.next_look_s if decision.next_look_s is not None else math.inf
+        self._next_look_s = max(next_look_s, now_s + self.settings.policy_look_s)
+        if decision.notes:
+            notes = self.notes | decision.notes
+            self.notes = {name: note for name, note in notes.items() if self.catalogue.of_hash(name) is not None}
+        self.digests.weigh(decision.weights)
+        self.actions.carry_out(now_s, decision.actions, out)
+
+    def _policy_failed(self, now_s: float, error: Exception, out: list[SchedulerCommand]) -> None:
+        """A policy's mistake costs its decision, not the scheduler: what serves goes on, and people are told."""
+        self._next_look_s = now_s + self.settings.policy_look_s
+        self.outcomes.alert(
+            now_s,
+            Severity.CRITICAL,
+            "policy-failed",
+            "scheduler",
+            f"no decision for the pool: {place_of(error)}",
+            {"error": place_of(error)},
+            "look for a model with absurd costs among those applied last (carpool get models)",
+            out,
+        )
+
+    def _place_what_waits(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """The base rules: all models when there is no policy, or one that leaves this to them; else those that it may not
+        act for, and those whose costs nobody knows."""
+        restores = self.outcomes.take_restores()
+        policy = self.policy
+        if policy is not None and not policy.wakes_cold_models and self.catalogue.all_act and self._all_priced():
+            return
+        claimed: set[DeviceKey] = set()
+        searches = 0
+        devices = len(self.pool.devices(usable=True))
+        searches_max = max(4, min(EVICTION_SEARCHES_MAX, EVICTION_DEVICES_MAX // max(1, devices)))
+        wants = self.planner.wants(restores)
+        in_vain, self._in_vain = self._in_vain, {}
+        for want in wants:
+            model = self.catalogue.model(want.record.model_hash)
+            if model.retry_s > now_s or self.catalogue.locked(want.record.model_hash):
+                continue
+            its_own = (
+                policy is not None
+                and self.catalogue.mode(want.record.model_hash) is Mode.ACT
+                and self.views.priced(want.record)
+            )
+            if its_own and policy is not None and (want.grows or not policy.wakes_cold_models):
+                continue
+            placement = self.planner.sites.in_free_room(want, claimed)
+            if placement is None and want.evicts:
+                vain_s = in_vain.get(want.record.model_hash, -math.inf)
+                waits_its_turn = len(wants) > searches_max and now_s - vain_s < EVICTION_AGAIN_S
+                if searches < searches_max and not waits_its_turn:
+                    searches += bool(self.planner.sites.groups(want.record))
+                    placement = self.planner.sites.by_eviction(want, claimed)
+                    vain_s = now_s
+                if placement is None:
+                    self._in_vain[want.record.model_hash] = vain_s
+            if placement is not None:
+                self.actions.place(now_s, placement, want.record, restores=want.restores, out=out)
+            elif want.waits and want.evicts and not model.failures and want.wait_s >= self.settings.minority_wait_s_max:
+                claimed.update(self.planner.sites.claim(want, claimed))
+
+    def _all_priced(self) -> bool:
+        return all(self.views.priced(record) for record in self.catalogue.by_hash())
+
+    def _drop_unwanted(self, now_s: float) -> None:
+        """A newcomer that still waits for its device, and for which nobody waits any more, is not loaded."""
+        for transaction in list(self.transactions.running.values()):
+            record = transaction.record
+            if record is None or transaction.stage is not Stage.WAITING:
+                continue
+            gone = self.catalogue.of_hash(record.model_hash) is None
+            wanted = (
+                transaction.by_policy
+                or self.planner.demand(record.model_hash).any
+                or record.min_replicas
+                or transaction.restores
+            )
+            if gone or not wanted:
+                self.transactions.abandon(now_s, transaction)
+
+    def _retire_what_must_go(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """Models nobody applied, replicas declared dead that still exist, drains nobody finishes, long idleness."""
+        idle_unload_s = self.settings.idle_unload_s
+        news = (self.pool.news, self.catalogue.news)
+        if news == self._scanned and idle_unload_s is None:
+            return  # Nothing of all this has changed.
+        self._scanned = news
+        for replica in list(self.pool.replicas_in_order()):
+            worker = self.pool.workers[replica.worker]
+            if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is ReplicaState.FAILED:
+                continue
+            record = self.catalogue.of_hash(replica.report.model_hash)
+            drained, bound_s = self.pool.drained(replica)
+            if replica.dead:
+                self.actions.retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
+            elif record is None:
+                forced = replica.report.state is not ReplicaState.READY
+                self.actions.retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
+            elif drained and replica.report.state is ReplicaState.READY:
+                self.actions.retire(now_s, replica, "its device is drained by a person", drain_s=bound_s, out=out)
+            elif replica.report.state is ReplicaState.DRAINING:
+                self.actions.retire(now_s, replica, "its drain was begun and nobody finishes it", out=out)
+            elif (
+                idle_unload_s is not None
+                and replica.report.state is ReplicaState.READY
+                and not self.planner.demand(record.model_hash).any
+                and (idle_s := self.planner.usage.idle_s(now_s, replica)) >= idle_unload_s
+                and not self.planner.usage.stays(replica)
+            ):
+                self.actions.retire(now_s, replica, f"idle for {seconds_text(idle_s)}", out=out)
+
+    # ----------------------------------------------------------------------------------------------------- digest, alerts
+
+    def _publish(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        assert self.epoch is not None
+        news = (self.epoch, self.pool.news, self.catalogue.news, self.digests.notes)
+        if news == self._told and not self.digests.is_due(now_s):
+            return
+        self._told = news
+        outlooks = {}
+        may_decide = self._may_decide(now_s)
+        for record in self.catalogue.by_name():
+            # Any replica of a model serves all of its names, so that they have one outlook: that of who speaks for it.
+            speaker = self.catalogue.of_hash(record.model_hash) or record
+            outlook = self.planner.outlook(now_s, speaker) if may_decide else Outlook()
+            if outlook.permanent:
+                outlook = self.planner.outlook(now_s, record)  # None of them fits; each is told its own numbers.
+            outlooks[record.name] = (record, outlook)
+            if outlook.permanent:
+                text = f"{record.name} {outlook.refusal}"
+                self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
+        out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))

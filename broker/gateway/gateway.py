@@ -1,0 +1,785 @@
+"""The gateway: takes requests in, owns each from its first byte to its last, and gives its answer out.
+
+What decides is pure and lives in ``broker/core``: :class:`broker.core.requests.core.RequestCore` (who runs what) and
+:mod:`broker.core.requests.admission` (what is taken on). This file joins them with the bus, the registry and the ways in
+(HTTP in :mod:`broker.gateway.app`, NATS in :mod:`broker.gateway.nats_ingress`). Prompts and answers never reach a log, a
+metric or a subject.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, NoReturn, TypeVar, assert_never
+
+import msgspec
+import structlog
+
+from broker.api.openai_answers import AnswerHead
+from broker.api.openai_bodies import ParsedBody, parse_body
+from broker.core.requests.admission import (
+    AUTO,
+    Admission,
+    Limits,
+    ModelView,
+    Refused,
+    context_refusal,
+    no_model_fits,
+    pool_refusal,
+    rank_models,
+    task_refusal,
+    unknown_model,
+    yields_at_s,
+)
+from broker.core.requests.affinity import PromptPrefix, ReuseCosts, engine_spans, prompt_prefix, reuse_costs
+from broker.core.requests.events import (
+    Cancelled,
+    ClientLeft,
+    Deliver,
+    EndRequest,
+    Finished,
+    PoolChanged,
+    RecordGrant,
+    RecordRestart,
+    RequestSubmitted,
+    ShutdownStarted,
+)
+from broker.core.requests.events import Failed as CoreFailed
+from broker.gateway.ask_headers import header, request_kind, timeout_s_of, wish_of
+from broker.gateway.exchange import Ask, Ended, Exchange, Failed
+from broker.gateway.kv_sync import KvSync
+from broker.gateway.metrics import UNRESOLVED, GatewayMetrics
+from broker.gateway.models import ModelTable
+from broker.gateway.recent_requests import RecentRequests
+from broker.gateway.request_shell import RequestShell
+from kvcache.core.prefix_index import PrefixIndex
+from profiles.blocks import engine_salt
+from profiles.features import OutputLengths, RequestContext, parse_fields, profile_and_chain
+from profiles.tokenizer import ModelTokenizer, PromptTokenizer
+from subjects import names
+from subjects.bus import Bus, BusMessage, KvEntry, Subscription
+from subjects.codec import decode, encode
+from subjects.errors import ApiError, BusError, DecodeError, place_of
+from subjects.ids import IngressId, RequestId, Tenant, incarnated
+from subjects.messages import (
+    Endpoint,
+    IngressTelemetry,
+    ModelRecord,
+    PoolDigest,
+    RequestProfile,
+    Usage,
+)
+from subjects.tasks import Tasks
+
+TELEMETRY_EVERY_S = 0.1
+BUS_LOST_S_MAX = 2.0
+"""A shorter loss of the bus is ridden out; after it new requests get 503 at once."""
+START_RETRY_S = 0.5
+READ_AGAIN_EVERY_S = 0.1
+"""How often names that nobody knows may have the bucket of models read again."""
+TOKENISED_INLINE_BYTES_MAX = 16 * 1024
+"""Longer bodies are tokenised in a thread, so that one long prompt does not stop all streams."""
+TOKENISER_THREADS = 2
+OPENING_MAX = 512
+"""Requests that are checked and tokenised at once; each may hold a large body."""
+REUSE_COSTS_MAX = 4096
+"""Models whose costs of reuse are kept at hand."""
+DIGEST_KEY = "digest"
+
+_T = TypeVar("_T")
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """How a gateway behaves, whichever way requests come in."""
+
+    name: str = "gateway"
+    queue_shards: int = 1
+    limits: Limits = field(default_factory=Limits)
+    request_s_max: float = 600.0
+    """The deadline of a request that brings none, and the latest that it may bring."""
+    trust_domains: Mapping[Tenant, str] = field(default_factory=dict)
+    """Whose KV a tenant's requests may reuse, as ``broker.gateway.keys.ApiKeys`` reads them; else only its own."""
+
+
+class _Profiled(NamedTuple):
+    profile: RequestProfile
+    salt: str
+    """What its trust domain's KV is salted with, in hex."""
+    prefix: PromptPrefix | None
+
+
+@dataclass(slots=True)
+class _Live:
+    exchange: Exchange
+    ask: Ask
+    body: ParsedBody
+    view: ModelView
+    profile: RequestProfile
+    salt: str
+    prefix: PromptPrefix | None
+    arrived_s: float
+    wait_until_s: float
+    deadline_s: float
+    first_output_s: float | None = None
+    granted: bool = False
+    waited_s: float = 0.0
+    """For the last grant. It is counted with the first output: a replica may say that it has no room after all."""
+    finish_reasons: list[str] = field(default_factory=list)
+
+
+class Gateway:
+    """One ingress of the pool."""
+
+    def __init__(self, bus: Bus, options: GatewayOptions | None = None) -> None:
+        self._bus = bus
+        self._options = options or GatewayOptions()
+        self.ingress = IngressId(incarnated(self._options.name))
+        self.metrics = GatewayMetrics()
+        self.started_unix_s = int(time.time())
+        self.digest: PoolDigest | None = None
+        self._models = ModelTable()
+        self._admission = Admission(self._options.limits)
+        self.prefixes = PrefixIndex()
+        """Who holds the KV of which prompts."""
+        self._kv_sync = KvSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
+        self._reuse: dict[str, tuple[ModelRecord, ReuseCosts]] = {}
+        shards = self._options.queue_shards
+        self._shell = RequestShell(bus, self.ingress, self, queue_shards=shards, prefixes=self.prefixes)
+        self._lengths = OutputLengths()
+        self._live: dict[RequestId, _Live] = {}
+        self._recent = RecentRequests()
+        self._requests = 0
+        self._opening = 0
+        self._telemetry_sequence = 0
+        self._draining = False
+        self._registry_read = False
+        self._registry_changes = 0
+        self._reading_again: asyncio.Task[None] | None = None
+        self._read_again_s = 0.0
+        self._bus_lost_s: float | None = time.monotonic() - BUS_LOST_S_MAX
+        self._idle = asyncio.Event()
+        self._telemetry_now = asyncio.Event()
+        self._bus_back = asyncio.Event()
+        self._loops = Tasks(self.broke)
+        self._resubmits = Tasks(self.broke)
+        self._questions = Tasks(lambda error: log.error("a question was not answered", error=place_of(error)))
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when a part of the gateway ended that must not: the process should end too, and be started again."""
+        self._subscriptions: list[Subscription] = []
+        self._threads = ThreadPoolExecutor(TOKENISER_THREADS, thread_name_prefix="tokenise")
+
+    # ------------------------------------------------------------------------------------------------- start and end
+
+    async def start(self) -> None:
+        """Begins to serve; returns at once even when there is no bus yet (PAINS L3)."""
+        self._bus.on_reconnected(self._bus_back.set)
+        await self._shell.start()
+        self._subscriptions.append(await self._bus.subscribe(names.POOL, self._on_digest))
+        self._subscriptions.append(await self._bus.subscribe(names.why(self.ingress), self._on_question))
+        await self._kv_sync.start()
+        self._loops.spawn(self._read_registry(), self._send_telemetry())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests and waits for the running ones; those still there after ``timeout_s`` end with an error."""
+        self._draining = True
+        self._shell.step(ShutdownStarted(time.monotonic() + timeout_s))
+        if self._live:
+            self._idle.clear()
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s + 2.0)
+            except TimeoutError:
+                log.warning("requests did not end in time", requests=len(self._live))
+        for live in list(self._live.values()):
+            live.exchange.close(Failed(_shutting_down()))
+
+    async def stop(self) -> None:
+        """Ends all tasks; the bus is the caller's."""
+        self._draining = True
+        await self._resubmits.end()
+        await self._questions.end()
+        await self._loops.end()
+        await self._kv_sync.stop()
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        await self._shell.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read_registry(self) -> None:
+        """The bucket of models, and the last digest for a start without waiting for the next one."""
+        self._subscriptions.append(await self._bus.kv_watch(names.MODELS_BUCKET, self._on_record))
+        while True:
+            try:
+                for entry in await self._bus.kv_entries(names.MODELS_BUCKET):
+                    self._models.record_changed(entry.key, entry)
+                last = await self._bus.kv_get(names.POOL_BUCKET, DIGEST_KEY)
+            except BusError as error:
+                log.debug("the registry cannot be read yet", error=str(error))
+                self._bus_back.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._bus_back.wait(), START_RETRY_S)
+                continue
+            if last is not None and self.digest is None:
+                self._take_digest(last.value)
+            self._registry_read = True
+            return
+
+    async def _read_again(self) -> None:
+        """Before a name is called unknown: it may have been applied a moment ago, and the news of it be on its way.
+
+        One read serves all who wait for one. It only adds, adapters too; what goes away the watch tells.
+        """
+        if self._reading_again is None or self._reading_again.done():
+            self._reading_again = asyncio.get_running_loop().create_task(self._read_new_records())
+        await asyncio.wait({self._reading_again})
+
+    async def _read_new_records(self) -> None:
+        await asyncio.sleep(max(0.0, self._read_again_s + READ_AGAIN_EVERY_S - time.monotonic()))
+        self._read_again_s = time.monotonic()
+        before = self._registry_changes
+        with suppress(BusError):
+            entries = await self._bus.kv_entries(names.MODELS_BUCKET)
+            if before == self._registry_changes:  # else the watch works, and knows better
+                for entry in entries:
+                    if self._models.is_news(entry):
+                        self._models.record_changed(entry.key, entry)
+
+    # -------------------------------------------------------------------------------------------------- what is known
+
+    @property
+    def bus_connected(self) -> bool:
+        """Whether the bus is there as far as we know."""
+        return self._bus.connected
+
+    def unready_reason(self) -> str:
+        """Why new requests would be refused now; empty when they would not."""
+        if self._draining:
+            return "shutting down"
+        if not self._bus.connected:
+            return "bus lost"
+        return "" if self._registry_read else "starting"
+
+    def model_states(self) -> list[tuple[ModelView, str]]:
+        """Every known model, unloaded ones too (PAINS B3), then every adapter, with the state of its replicas."""
+        views = (*self._models.views(), *self._models.adapters())
+        return [(view, self._models.state(view.record)) for view in views]
+
+    def state_of(self, name: str) -> tuple[ModelView, str] | None:
+        """The model or adapter of a name or alias, with the state of its replicas."""
+        view = self._models.resolve(name)
+        return None if view is None else (view, self._models.state(view.record))
+
+    def record_of(self, name: str) -> ModelRecord | None:
+        """The record of a name or alias."""
+        view = self._models.resolve(name)
+        return None if view is None else view.record
+
+    def unknown_model(self, name: str) -> ApiError:
+        """The 404 for a name nobody configured."""
+        return _api_error(unknown_model(name))
+
+    def refresh_gauges(self) -> None:
+        """Sets what is counted by looking, right before it is read."""
+        metrics = self.metrics
+        waiting: dict[str, int] = {view.name: 0 for view in (*self._models.views(), *self._models.adapters())}
+        running = dict(waiting)
+        for live in self._live.values():
+            counts = running if live.granted else waiting
+            counts[live.view.name] = counts.get(live.view.name, 0) + 1
+        metrics.waiting.clear()
+        metrics.running.clear()
+        for name, count in waiting.items():
+            metrics.waiting.labels(name).set(count)
+        for name, count in running.items():
+            metrics.running.labels(name).set(count)
+        metrics.kv_told(self.digest)
+        metrics.in_flight.set(len(self._live))
+        metrics.bus_connected.set(self._bus.connected)
+        metrics.prefix_holdings.set(self.prefixes.holdings)
+        if self._shell.round_trip_s is not None:
+            metrics.bus_round_trip_s.set(self._shell.round_trip_s)
+
+    def metrics_text(self) -> bytes:
+        """All figures of now, in Prometheus's exposition format."""
+        self.refresh_gauges()
+        return self.metrics.text()
+
+    # ---------------------------------------------------------------------------------------------------- a request in
+
+    async def open(self, ask: Ask) -> Exchange:
+        """Checks, profiles and admits a request.
+
+        Raises:
+            ApiError: it is refused; nothing of it was published.
+        """
+        arrived_s = time.monotonic()
+        model = UNRESOLVED
+        self._opening += 1
+        try:
+            self._refuse_when_unable()
+            body = parse_body(ask.endpoint, ask.body)
+            view, profiled = await self._choose(ask, body, arrived_s)
+            model = view.name
+            exchange = self._submit(ask, body, view, profiled, arrived_s)
+        except ApiError as error:
+            self.metrics.ended(model, str(error.status), ask.way)
+            raise
+        finally:
+            self._opening -= 1
+        return exchange
+
+    async def tokenized(self, name: str | None, size_bytes: int, work: Callable[[ModelTokenizer, ModelRecord], _T]) -> _T:
+        """What ``work`` makes of the tokenizer of a model, without a word to the pool: no model wakes for it.
+
+        ``work`` runs in a thread where ``size_bytes`` is large.
+
+        Raises:
+            ApiError: no such model, it brings no tokenizer, or ``work`` refuses.
+        """
+        arrived_s = time.monotonic()
+        self._opening += 1
+        try:
+            self._refuse_when_unable()
+            record = (await self._named(name or self._only_model(), arrived_s)).record
+            tokenizer = await self._tokenizer_of(record)
+            if not isinstance(tokenizer, ModelTokenizer):
+                message = f"The model '{record.name}' brings no tokenizer; its operator can name one in 'spec.tokenizer'."
+                raise ApiError(400, message, param="model", code="no_tokenizer")
+            if size_bytes <= TOKENISED_INLINE_BYTES_MAX:
+                return work(tokenizer, record)
+            return await self._in_thread(partial(work, tokenizer, record))
+        finally:
+            self._opening -= 1
+
+    def _only_model(self) -> str:
+        known = [view.record.name for view in self._models.views()]
+        if len(known) != 1:
+            raise ApiError(400, "Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
+        return known[0]
+
+    def _refuse_when_unable(self) -> None:
+        if self._draining:
+            raise _shutting_down()
+        if self._opening > OPENING_MAX:
+            message = "Too many requests arrive at once. Please try again."
+            raise ApiError(503, message, type="server_error", code="overloaded", retry_after_s=1)
+        self._look_at_bus()
+        if self._bus_lost_s is not None and time.monotonic() - self._bus_lost_s >= BUS_LOST_S_MAX:
+            message = "The pool's message bus is not reachable. Please try again."
+            raise ApiError(503, message, type="server_error", code="bus_unavailable", retry_after_s=2)
+        if not self._registry_read:
+            message = "The gateway is starting. Please try again."
+            raise ApiError(503, message, type="server_error", code="starting", retry_after_s=1)
+
+    def _look_at_bus(self) -> None:
+        if self._bus.connected:
+            self._bus_lost_s = None
+        elif self._bus_lost_s is None:
+            self._bus_lost_s = time.monotonic()
+
+    async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, _Profiled]:
+        """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
+        adapter = body.fields.adapter
+        if body.model != AUTO or adapter:
+            view = await self._named(adapter or body.model, arrived_s)
+            if adapter and body.model != AUTO:  # most name an adapter as the model; here it stands beside its base (ING-3)
+                base = await self._named(body.model, arrived_s)
+                view = self._models.adapter_of(base, adapter) or _raise(unknown_model(adapter))
+            elif adapter and view.adapter is None:
+                message = f"'{view.name}' is a model and no adapter: name it in 'model'."
+                raise ApiError(400, message, param="adapter", code="invalid_value")
+            unable = task_refusal(view.record, ask.endpoint)
+            if unable is not None:
+                raise _api_error(unable)
+            refusal = pool_refusal(view)
+            if refusal is not None:
+                view = self._fallback_of(view) or _raise(refusal)
+            return view, await self._profile(ask, body, view, arrived_s)
+        wish = wish_of(ask, body)
+        for view in rank_models(wish, self._models.views()):
+            try:
+                return view, await self._profile(ask, body, view, arrived_s)
+            except ApiError as error:
+                if error.code not in ("context_length_exceeded", "tokenizer_broken"):
+                    raise
+        raise _api_error(no_model_fits(wish))
+
+    async def _named(self, name: str, arrived_s: float) -> ModelView:
+        view = self._models.resolve(name)
+        while view is None and self._read_again_s < arrived_s:
+            await self._read_again()
+            view = self._models.resolve(name)
+        return view or _raise(unknown_model(name))
+
+    def _fallback_of(self, view: ModelView) -> ModelView | None:
+        """The model that a service degrades to, if it can be served now (ING-8)."""
+        if not view.record.fallback:
+            return None
+        other = self._models.resolve(view.record.fallback)
+        if other is None or other.record.name == view.record.name or pool_refusal(other) is not None:
+            return None
+        if other.record.task is not view.record.task:
+            return None
+        return other
+
+    async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> _Profiled:
+        record = view.record
+        parsed = parse_fields(ask.endpoint, body.mapping)
+        tokenizer = await self._tokenizer_of(record)
+        count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
+        prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
+        if ask.endpoint is not Endpoint.EMBEDDINGS:
+            input_tokens = max(len(prompt) for prompt in prompts)
+            refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.max_tokens)
+            if refusal is not None:
+                raise _api_error(refusal)
+        now_s = time.monotonic()
+        context = RequestContext(
+            tenant=ask.tenant,
+            trust_domain=self._options.trust_domains.get(ask.tenant, ""),
+            deadline_unix_s=time.time() + self._deadline_s(ask, arrived_s) - now_s,
+            sla_class=ask.sla_class,
+            business_id=header(ask, "x-business-id"),
+            chain_id=header(ask, "x-chain-id"),
+            environment=header(ask, "x-environment") or "production",
+            kind=request_kind(ask),
+            adapter=view.adapter,
+        )
+        profile, chain = profile_and_chain(record, ask.endpoint, parsed, prompts, context, self._lengths)
+        # KV of embeddings is not kept either, so their prompts are not looked for.
+        kept = record.kv_reuse and ask.endpoint is not Endpoint.EMBEDDINGS
+        hashes = chain.hashes if kept and not self.prefixes.empty else []
+        salt = engine_salt(chain.salt, kept=record.kv_reuse)
+        return _Profiled(profile, salt, prompt_prefix(hashes, record, self._reuse_costs(record)))
+
+    def _reuse_costs(self, record: ModelRecord) -> ReuseCosts:
+        known = self._reuse.get(record.name)
+        if known is None or known[0] is not record:  # its costs and its KV may be others since it was applied again
+            if len(self._reuse) >= REUSE_COSTS_MAX:
+                self._reuse.clear()
+            known = self._reuse[record.name] = record, reuse_costs(record)
+            if (spans := engine_spans(record)) is not None:
+                self.prefixes.engine_is(record.model_hash, spans)
+        return known[1]
+
+    async def _tokenizer_of(self, record: ModelRecord) -> PromptTokenizer:
+        loaded = self._models.loaded_tokenizer(record)
+        return await self._in_thread(partial(self._models.load_tokenizer, record)) if loaded is None else loaded
+
+    async def _in_thread(self, work: partial[_T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _deadline_s(self, ask: Ask, arrived_s: float) -> float:
+        timeout_s = timeout_s_of(ask)
+        longest_s = self._options.request_s_max
+        return arrived_s + (longest_s if timeout_s is None else min(timeout_s, longest_s))
+
+    def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profiled: _Profiled, arrived_s: float) -> Exchange:
+        profile, salt, prefix = profiled
+        request = self._next_request()
+        # The name the client used, alias or not; for ``auto`` and a degradation, the model that answers (PAINS J12).
+        own_name = view.is_called(body.model)
+        head = AnswerHead.now(
+            request,
+            ask.endpoint,
+            body.model if own_name else view.name,
+            choices=profile.n,
+            include_usage=body.include_usage,
+        )
+        stream = body.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
+        if stream is not profile.stream:
+            profile = msgspec.structs.replace(profile, stream=stream)
+        exchange = Exchange(request, head, stream=stream, leave=partial(self._client_left, request))
+        exchange.model = view.name
+        exchange.input_tokens = profile.input_tokens
+        if not own_name and body.model != AUTO:
+            exchange.degraded_from = body.model
+        deadline_s = self._deadline_s(ask, arrived_s)
+        wait_until_s = min(deadline_s, arrived_s + view.record.max_wait_s)
+        live = _Live(exchange, ask, body, view, profile, salt, prefix, arrived_s, wait_until_s, deadline_s)
+        self._admit(request, live)
+        return exchange
+
+    def _next_request(self) -> RequestId:
+        self._requests += 1
+        return RequestId(f"{self.ingress}-{self._requests}")
+
+    def _admit(self, request: RequestId, live: _Live) -> None:
+        refusal = self._admission.admit(request, live.ask.tenant, live.profile.sla_class, live.view)
+        if refusal is not None:
+            raise _api_error(refusal)
+        self._live[request] = live
+        arrived_unix_s = time.time() - (time.monotonic() - live.arrived_s)
+        self._recent.arrived(request, live.view.name, live.profile, live.arrived_s, arrived_unix_s)
+        self._shell.step(
+            RequestSubmitted(
+                request=request,
+                profile=live.profile,
+                body=live.body.raw,
+                wait_until_s=live.wait_until_s,
+                deadline_s=live.deadline_s,
+                cache_salt=live.salt,
+                yields_at_s=yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
+                sla=live.view.record.sla,
+                adapter=live.view.adapter,
+                prefix=live.prefix,
+            )
+        )
+        view = live.view
+        if view.replicas_ready == 0 and self._admission.waiting(view.record.model_hash, live.profile.sla_class) == 1:
+            self._telemetry_now.set()
+
+    def _client_left(self, request: RequestId) -> None:
+        live = self._live.get(request)
+        if live is not None:
+            self.metrics.of(live.view.name).cancelled.inc()
+            self._shell.step(ClientLeft(request))
+
+    # ------------------------------------------------------------------------------------------- what the core reports
+
+    def granted(self, grant: RecordGrant) -> None:
+        """A replica has the request."""
+        live = self._live.get(grant.request)
+        if live is None:
+            return
+        self._admission.started(grant.request)
+        self._recent.granted(grant.request, grant.attempt, grant.replica, grant.waited_s, prefix_tokens=grant.prefix_tokens)
+        live.granted = True
+        live.waited_s = grant.waited_s
+        exchange = live.exchange
+        exchange.prefix_tokens = grant.prefix_tokens
+        if grant.prefix_tokens:
+            metrics = self.metrics.of(live.view.name)
+            metrics.prefix_requests.inc()
+            metrics.prefix_tokens.inc(grant.prefix_tokens)
+        exchange.replica, exchange.attempt = grant.replica, grant.attempt
+        exchange.queue_wait_s = time.monotonic() - live.arrived_s
+
+    def delivered(self, deliver: Deliver) -> None:
+        """The next output of a request."""
+        live = self._live.get(deliver.request)
+        if live is None:
+            return
+        if live.first_output_s is None:
+            live.first_output_s = time.monotonic()
+            self.metrics.of(live.view.name).queue_wait_s.observe(live.waited_s)
+            self._recent.first_output(deliver.request, live.first_output_s)
+            self.metrics.of(live.view.name).ttft_s.observe(live.first_output_s - live.arrived_s)
+        if deliver.delta.finish_reason is not None:
+            live.finish_reasons.append(deliver.delta.finish_reason)
+        if not live.exchange.push((deliver.delta,)):
+            live.exchange.drop_buffered()
+            message = "The client reads too slowly; the answer was given up."
+            self._give_up(deliver.request, live, ApiError(503, message, type="server_error", code="slow_client"))
+
+    def restarted(self, restart: RecordRestart) -> None:
+        """The request lost its replica and waits again."""
+        live = self._live.get(restart.request)
+        if live is None:
+            return
+        live.granted = False
+        self._admission.requeued(restart.request)
+        self._recent.restarted(restart.request)
+        if restart.handed:
+            return
+        self.metrics.of(live.view.name).attempts.inc()
+        # Not the reason: it may be an engine's error, which may quote the prompt.
+        log.info("a request waits again", request=restart.request, attempt=restart.attempt, lost=live.exchange.replica)
+
+    def ended(self, end: EndRequest) -> None:
+        """The request has ended."""
+        self._admission.ended(end.request)
+        self._remember(end)
+        live = self._live.pop(end.request, None)
+        if live is None:
+            return
+        match end.outcome:
+            case Finished(usage=usage):
+                self._count_end(live, "200")
+                self._learn(live, usage)
+                live.exchange.close(Ended(usage))
+            case CoreFailed() as failed:
+                if not self._degrade(live, failed):
+                    if failed.status >= 500:
+                        # Not the message: an engine's may quote the prompt.
+                        about = {"model": live.view.name, "status": failed.status, "code": failed.code}
+                        log.info("a request failed", request=end.request, **about)
+                    self._count_end(live, str(failed.status))
+                    live.exchange.close(Failed(_core_error(failed)))
+            case Cancelled():
+                self._count_end(live, "499")
+                live.exchange.close(Failed(ApiError(499, "The client left.", code="client_left")))
+            case _:
+                assert_never(end.outcome)
+        if not self._live:
+            self._idle.set()
+
+    def _remember(self, end: EndRequest) -> None:
+        now_s = time.monotonic()
+        match end.outcome:
+            case Finished(usage=usage):
+                tokens = usage.completion_tokens if usage is not None else None
+                self._recent.ended(end.request, now_s, status=200, output_tokens=tokens)
+            case CoreFailed() as failed:
+                self._recent.ended(end.request, now_s, status=failed.status, code=failed.code or "")
+            case Cancelled():
+                self._recent.ended(end.request, now_s, status=499, code="client_left")
+            case _:
+                assert_never(end.outcome)
+
+    def discarded(self, kind: str) -> None:
+        """A message could not be decoded and was dropped (PAINS O2)."""
+        self.metrics.discarded.labels(kind).inc()
+
+    def broke(self, error: BaseException) -> None:
+        """A part that must run as long as the gateway has ended."""
+        log.error("a part of the gateway failed", error=place_of(error))
+        if not self.broken.done():
+            self.broken.set_result(None)
+
+    def _count_end(self, live: _Live, status: str) -> None:
+        name = live.view.name
+        self.metrics.ended(name, status, live.ask.way)
+        self.metrics.of(name).latency_s.observe(time.monotonic() - live.arrived_s)
+
+    def _learn(self, live: _Live, usage: Usage | None) -> None:
+        if usage is None:
+            return
+        profile = live.profile
+        metrics = self.metrics.of(live.view.name)
+        metrics.tokens_input.inc(usage.prompt_tokens)
+        metrics.tokens_output.inc(usage.completion_tokens)
+        metrics.tokens_cached.inc(usage.cached_tokens)
+        if live.finish_reasons and all(reason != "length" for reason in live.finish_reasons):
+            self._lengths.observe(profile.model_hash, profile.tenant, profile.kind, usage.completion_tokens // profile.n)
+
+    def _give_up(self, request: RequestId, live: _Live, error: ApiError) -> None:
+        """Ends a request for a reason of the gateway's own."""
+        live.exchange.close(Failed(error))
+        self._shell.step(ClientLeft(request))
+
+    def _degrade(self, live: _Live, failed: CoreFailed) -> bool:
+        """Waited in vain: ask the fallback model instead of failing, and say so (ING-8)."""
+        waited_in_vain = failed.status == 503 and not live.granted and time.monotonic() >= live.wait_until_s
+        if not waited_in_vain or live.exchange.degraded_from or live.exchange.left or self._draining:
+            return False
+        other = self._fallback_of(live.view)
+        if other is None:
+            return False
+        self._resubmits.spawn(self._resubmit(live, other, failed))
+        return True
+
+    async def _resubmit(self, live: _Live, other: ModelView, failed: CoreFailed) -> None:
+        """Belongs to no core while it runs, so every way out of it but an admission ends the exchange."""
+        now_s = time.monotonic()
+        exchange = live.exchange
+        admitted = False
+        try:
+            profile, salt, prefix = await self._profile(live.ask, live.body, other, live.arrived_s)
+            if exchange.left or self._draining:
+                return
+            request = self._next_request()
+            exchange.degrade(other.name, live.view.name, partial(self._client_left, request))
+            wait_until_s = min(live.deadline_s, now_s + other.record.max_wait_s)
+            again = _Live(
+                *(exchange, live.ask, live.body, other, profile, salt, prefix), live.arrived_s, wait_until_s, live.deadline_s
+            )
+            self._admit(request, again)
+            admitted = True
+        except ApiError:
+            pass  # The client hears why its own model did not answer.
+        except Exception as error:
+            log.error("a request could not be given to its fallback", error=place_of(error))
+        finally:
+            if not admitted:
+                self._count_end(live, "499" if exchange.left else str(failed.status))
+                exchange.close(Failed(_core_error(failed)))
+
+    # -------------------------------------------------------------------------------------------- registry and digest
+
+    def _on_record(self, key: str, entry: KvEntry | None) -> None:
+        self._registry_changes += 1
+        self._models.record_changed(key, entry)
+
+    def _on_question(self, message: BusMessage) -> None:
+        if message.reply:
+            self._questions.spawn(self._tell(message.reply, RequestId(message.payload[:128].decode(errors="replace"))))
+
+    async def _tell(self, reply: str, request: RequestId) -> None:
+        with suppress(BusError):
+            await self._bus.publish(reply, encode(self._recent.story(request, time.monotonic())))
+
+    def _on_digest(self, message: BusMessage) -> None:
+        self._take_digest(message.payload)
+
+    def _take_digest(self, payload: bytes) -> None:
+        try:
+            digest = decode(payload, PoolDigest)
+        except DecodeError:
+            self.discarded("pool")
+            return
+        self.digest = digest
+        self._models.digest_changed(digest)
+        self.prefixes.pool_is(digest)
+        self._shell.step(PoolChanged(digest))
+
+    async def _send_telemetry(self) -> None:
+        """Every 100 ms, and at once when somebody starts to wait for a model without replicas: that wakes a cold one."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._telemetry_now.wait(), TELEMETRY_EVERY_S)
+            self._telemetry_now.clear()
+            self._look_at_bus()
+            if not self._bus.connected:
+                continue
+            self._telemetry_sequence += 1
+            telemetry = IngressTelemetry(
+                ingress=self.ingress, sequence=self._telemetry_sequence, demand=self._shell.take_demand()
+            )
+            try:
+                await self._bus.publish(names.ingress_telemetry(self.ingress), encode(telemetry))
+            except BusError as error:
+                log.debug("telemetry was not sent", error=str(error))
+
+
+# --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _raise(refusal: Refused) -> NoReturn:
+    raise _api_error(refusal)
+
+
+def _api_error(refusal: Refused) -> ApiError:
+    return ApiError(
+        refusal.status,
+        refusal.message,
+        type=refusal.type,
+        param=refusal.param,
+        code=refusal.code,
+        retry_after_s=refusal.retry_after_s,
+    )
+
+
+def _core_error(failed: CoreFailed) -> ApiError:
+    retry_after_s = failed.retry_after_s
+    if retry_after_s is None and failed.status in (429, 503):
+        retry_after_s = 1
+    return ApiError(
+        failed.status,
+        failed.message,
+        type=failed.type,
+        param=failed.param,
+        code=failed.code,
+        retry_after_s=retry_after_s,
+    )
+
+
+def _shutting_down() -> ApiError:
+    message = "The gateway is shutting down. Please try again."
+    return ApiError(503, message, type="server_error", code="shutting_down", retry_after_s=1)

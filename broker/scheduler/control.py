@@ -1,0 +1,304 @@
+"""The verbs of ``ctl.<verb>``: what a person may ask of the scheduler and tell it.
+
+Results are rows of plain values for tables and JSON. Columns that end in ``_bytes``, ``_s`` carry their unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import structlog
+
+from broker.core.explain import explain_model, explain_transaction
+from broker.core.pool.describe import model_state
+from broker.core.pool.journal import TransactionLog
+from broker.core.pool.state import Demand, Device, Presence
+from broker.core.scheduler import SchedulerCore
+from broker.scheduler.kv_control import KvControl
+from broker.scheduler.operator_verbs import People, adapter_base
+from broker.scheduler.registry_sync import RegistrySync
+from subjects import names
+from subjects.bus import Bus
+from subjects.codec import decode
+from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout, place_of
+from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
+from subjects.messages import ControlReply, ControlRequest, Mode, ModelRecord, PoolModel, RequestStory
+
+ASK_GATEWAY_S_MAX = 2.0
+
+log = structlog.get_logger(__name__)
+
+Row = dict[str, Any]
+
+
+class Control:
+    """Answers control requests from the core's state, and changes the registry."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        core: SchedulerCore,
+        registry: RegistrySync,
+        people: People,
+        kv: KvControl,
+        transactions: TransactionLog,
+        *,
+        now_s: Callable[[], float],
+        unix_offset_s: Callable[[], float],
+        unload: Callable[[str], None],
+    ) -> None:
+        self._bus = bus
+        self._core = core
+        self._registry = registry
+        self._people = people
+        self._kv = kv
+        self._transactions = transactions
+        self._now_s = now_s
+        self._unix_offset_s = unix_offset_s
+        self._unload = unload
+        self._verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {
+            "apply": self._apply,
+            "get": self._get,
+            "unload": self._unload_model,
+            "delete": self._delete,
+            "explain": self._explain,
+            **people.verbs,
+            **kv.verbs,
+        }
+
+    async def answer(self, verb: str, payload: ControlRequest) -> ControlReply:
+        """The reply to one request; every mistake of the asker is an error with its remedy."""
+        handler = self._verbs.get(verb)
+        if handler is None:
+            return ControlReply(error=f"unknown verb {verb!r}: use {', '.join(sorted(self._verbs))}")
+        try:
+            argument = msgspec.json.decode(payload.argument)
+            if not isinstance(argument, dict):
+                raise ConfigError("the argument must be a JSON object")
+            return ControlReply(result=msgspec.json.encode(await handler(argument)))
+        except (msgspec.MsgspecError, ValueError, ConfigError) as error:
+            return ControlReply(error=f"{verb}: {error}")
+        except BusError as error:
+            return ControlReply(error=f"{verb}: the bus refused it ({error}): try again")
+        except Exception as error:
+            log.error("a control request failed", verb=verb, error=place_of(error))
+            return ControlReply(error=f"{verb}: failed inside the scheduler ({type(error).__name__}); its log says where")
+
+    # ------------------------------------------------------------------------------------------------------------- verbs
+
+    async def _apply(self, argument: Row) -> list[Row]:
+        records = msgspec.convert(argument.get("records"), list[ModelRecord])
+        rows: list[Row] = []
+        for record in records:
+            known = self._registry.records.get(record.name)
+            stored = await self._registry.apply(record)
+            note = "unchanged" if stored is known else "; ".join(self._refusal(stored))
+            rows.append({"name": stored.name, "revision": stored.revision, "note": note})
+        for row, record in zip(rows, records, strict=True):
+            row["note"] = "; ".join(filter(None, (row["note"], *self._name_notes(record))))
+        return rows
+
+    def _name_notes(self, record: ModelRecord) -> Iterator[str]:
+        """What a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
+        known = self._registry.records
+        fallback = record.fallback
+        if fallback and fallback not in self._names() and adapter_base(known, fallback) is None:
+            yield f"its fallback {fallback!r} is not applied"
+        for adapter in record.adapters:
+            winner = known.get(adapter.name) or adapter_base(known, adapter.name)
+            if winner is not None and winner.name != record.name:
+                yield f"its adapter {adapter.name!r} is hidden by {winner.name!r}"
+
+    def _names(self) -> set[str]:
+        return {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
+
+    async def _unload_model(self, argument: Row) -> Row:
+        record = self._people.model(argument)
+        replicas = [r for r in self._core.pool.replicas_for(record.model_hash) if not r.dead]
+        self._unload(record.name)
+        return {"name": record.name, "replicas": len(replicas)}
+
+    async def _delete(self, argument: Row) -> Row:
+        record = self._people.model(argument)
+        await self._registry.delete(record.name)
+        await self._people.forget_model(record.name)
+        return {"name": record.name, "deleted": True}
+
+    async def _explain(self, argument: Row) -> Row:
+        """A model by its name or alias or an adapter's, a transaction, one of its operations, a replica, or a request, in
+        this order."""
+        what = argument.get("what")
+        if not isinstance(what, str) or not what:
+            raise ConfigError("what: give a model, a transaction or operation, a replica, or a request id")
+        now_s = self._now_s()
+        unix_s = now_s + self._unix_offset_s()
+        if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
+            what = base.name
+        if what in self._names():
+            record = self._people.model({"model": what})
+            explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
+            return {"explains": "model", **msgspec.to_builtins(explained)}
+        transaction = self._transactions.find(what)
+        if transaction is not None:
+            steps = explain_transaction(self._core, transaction, now_s, unix_s)
+            return {"explains": "transaction", **msgspec.to_builtins(steps)}
+        replica = self._core.pool.replicas.get(ReplicaId(what))
+        if replica is not None and (of := self._core.catalogue.of_hash(replica.report.model_hash)) is not None:
+            explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
+            return {"explains": "model", **msgspec.to_builtins(explained)}
+        story = await self._story(what)
+        told = {"explains": "request", **msgspec.to_builtins(story)}
+        if story.state == "waiting" and (waits := self._registry.records.get(story.model)) is not None:
+            about = explain_model(self._core, self._transactions, waits, now_s, unix_s)
+            told["model_state"], told["waits_for"] = about.state, [*about.waits_for, *about.why]
+        return told
+
+    async def _story(self, request: str) -> RequestStory:
+        """What the gateway in the request's id knows of it."""
+        request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        ingress = base_name(request)
+        unknown = f"what: {request!r} is no model, transaction, operation or replica that is known here"
+        if not is_token(ingress):
+            raise ConfigError(f"{unknown}, and no request id")
+        try:
+            payload = await self._bus.request(names.why(IngressId(ingress)), request.encode(), timeout_s=ASK_GATEWAY_S_MAX)
+            story = decode(payload, RequestStory)
+        except NoResponders:
+            raise ConfigError(f"{unknown}, and no gateway {ingress!r} runs that could know a request") from None
+        except RequestTimeout:
+            raise ConfigError(f"what: the gateway {ingress!r} does not answer: try again") from None
+        except DecodeError as error:
+            raise ConfigError(f"what: the gateway {ingress!r} gave no answer that can be read ({error})") from None
+        if not story.known:
+            raise ConfigError(f"what: the gateway {ingress!r} does not know {RequestId(request)!r} (any more)")
+        return story
+
+    async def _get(self, argument: Row) -> list[Row]:
+        views = {
+            "models": self._models,
+            "replicas": self._replicas,
+            "devices": self._devices,
+            "queues": self._queues,
+            "timeline": self._timeline,
+            "locks": self._people.rows,
+            "events": self._people.events,
+            "kv": self._kv.rows,
+        }
+        what = argument.get("what")
+        if what not in views:
+            raise ConfigError(f"what: {what!r} is not one of {', '.join(views)}")
+        return views[what]()
+
+    # ------------------------------------------------------------------------------------------------------------- views
+
+    def _models(self) -> list[Row]:
+        core, now_s = self._core, self._now_s()
+        demand = core.pool.demand(now_s)
+        rows = []
+        for record in core.catalogue.by_name():
+            replicas = [r for r in core.pool.replicas_for(record.model_hash) if not r.dead]
+            states = {r.report.state for r in replicas}
+            told = self._told(record)
+            asked = demand.get(record.model_hash, Demand())
+            rows.append(
+                {
+                    "name": record.name,
+                    "state": model_state(states, refused=bool(told.refusal)),
+                    "replicas": len(core.pool.open_replicas(record.model_hash)),
+                    "class": record.sla_class.value,
+                    "waiting": asked.waiting,
+                    "running": asked.running,
+                    "budget_bytes": record.budget_bytes,
+                    "note": self._note(record),
+                }
+            )
+        return rows
+
+    def _note(self, record: ModelRecord) -> str:
+        catalogue = self._core.catalogue
+        mode = catalogue.mode(record.model_hash)
+        notes = [
+            "locked" if catalogue.locked(record.model_hash) else "",
+            f"mode {mode.value}" if mode is not Mode.ACT else "",
+            "pinned" if catalogue.pinned(record) else "",
+            "random weights" if record.random_weights else "",
+            *self._refusal(record),
+        ]
+        return "; ".join(note for note in notes if note)
+
+    def _refusal(self, record: ModelRecord) -> list[str]:
+        """Why requests are refused, if they are; and what the last load said, which clients are not told."""
+        refusal = self._told(record).refusal
+        failure = self._core.catalogue.model(record.model_hash).failure
+        return [refusal, *([f"its last load failed: {failure}"] if failure else [])] if refusal else []
+
+    def _told(self, record: ModelRecord) -> PoolModel:
+        """What the last digest said of a model. Asking the core again could change what it decides next."""
+        latest = self._core.digests.latest
+        models = latest.models if latest is not None else ()
+        nothing = PoolModel(model_hash=record.model_hash, name=record.name)
+        return next((model for model in models if model.name == record.name), nothing)
+
+    def _replicas(self) -> list[Row]:
+        core = self._core
+        return [
+            {
+                "replica": replica.replica,
+                "model": core.catalogue.name(replica.report.model_hash),
+                "worker": replica.worker,
+                "device": replica.report.device,
+                "state": "dead" if replica.dead else replica.report.state.value,
+                "running": replica.report.running,
+                "slots": replica.report.slots,
+                "kv_pages_free": replica.report.kv_pages_free,
+                "budget_bytes": replica.report.budget_bytes,
+                "memory_bytes": replica.report.memory_bytes,
+                "note": replica.report.failure,
+            }
+            for replica in sorted(core.pool.replicas.values(), key=lambda r: r.replica)
+        ]
+
+    def _devices(self) -> list[Row]:
+        core = self._core
+        return [
+            {
+                "worker": device.worker.worker,
+                "device": device.report.device,
+                "kind": device.report.kind.value,
+                "type": device.report.device_type,
+                "state": device.worker.presence.value,
+                "capacity_bytes": device.report.memory_bytes,
+                "charged_bytes": core.pool.room(device).charged_bytes,
+                "used_bytes": device.report.used_bytes,
+                "models": sorted(core.catalogue.name(model) for model in core.pool.room(device).models),
+                "note": self._device_note(device),
+            }
+            for device in core.pool.devices(usable=False)
+            if device.worker.presence is not Presence.DEAD
+        ]
+
+    def _device_note(self, device: Device) -> str:
+        pool, key = self._core.pool, device.key
+        notes = ["drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
+        return "; ".join(note for note in notes if note)
+
+    def _queues(self) -> list[Row]:
+        core, now_s = self._core, self._now_s()
+        return [
+            {
+                "model": core.catalogue.name(model_hash),
+                "waiting": demand.waiting,
+                "running": demand.running,
+                "oldest_wait_s": round(demand.oldest_wait_s, 3),
+                "estimated_wait_s": round(self._told(record).estimated_wait_s, 1),
+            }
+            for model_hash, demand in sorted(core.pool.demand(now_s).items())
+            if (record := core.catalogue.of_hash(model_hash)) is not None
+        ]
+
+    def _timeline(self) -> list[Row]:
+        entries = self._core.digests.timeline(self._unix_offset_s())
+        rows: list[Row] = msgspec.to_builtins(entries)
+        return list(rows)

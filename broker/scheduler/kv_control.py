@@ -1,0 +1,179 @@
+"""The verbs about KV outside engines: ``evict-kv`` and ``migrate-kv`` (SCH-8), and the rows of ``carpool get kv``.
+
+Both verbs answer as soon as their transactions are begun, one per worker's KV node; ``explain`` of a transaction tells how
+it goes on and what was done. What is asked twice while the leader changes is done once: the worker knows the operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from broker.core.pool.events import KvOrdered, SchedulerEvent
+from broker.core.pool.state import Presence, Worker
+from broker.core.scheduler import SchedulerCore
+from broker.scheduler.operator_verbs import People
+from subjects.errors import ConfigError
+from subjects.ids import ReplicaId, WorkerId, base_name
+from subjects.messages import KvModelReport, KvOrder, KvReport, KvTier, KvTierReport, ModelRecord
+
+EVICT_S = 60.0
+"""How long a node may take to drop what it was told to."""
+MIGRATE_S = 600.0
+MIGRATE_S_MAX = 3600.0
+
+Row = dict[str, Any]
+
+
+class KvControl:
+    """Answers those verbs."""
+
+    def __init__(self, core: SchedulerCore, people: People, *, step: Callable[[SchedulerEvent], None]) -> None:
+        self._core = core
+        self._people = people
+        self._step = step
+        self.verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {"evict-kv": self._evict, "migrate-kv": self._migrate}
+
+    # ------------------------------------------------------------------------------------------------------------- verbs
+
+    async def _evict(self, argument: Row) -> Row:
+        """``model``, ``ratio`` (0 to 1), and ``worker`` to ask one node alone."""
+        record = self._with_kv(argument)
+        ratio = _number(argument, "ratio")
+        if not 0 < ratio <= 1:
+            raise ConfigError(f"ratio: {ratio:g} is no share; give more than 0 and at most 1")
+        named = argument.get("worker")
+        workers = [self._node(named, "worker")] if named else self._nodes()
+        if not workers:
+            raise ConfigError("no worker has a KV node that runs; see `carpool get kv`")
+        order = KvOrder(kv_signature=record.kv_signature, ratio=ratio, timeout_s=EVICT_S)
+        return self._begun(record, workers, order) | {"ratio": ratio}
+
+    async def _migrate(self, argument: Row) -> Row:
+        """``model``, ``source`` and ``target``: workers or replicas, which stand for theirs; and ``timeout_s``."""
+        record = self._with_kv(argument)
+        if not record.kv_reuse:
+            raise ConfigError(f"model: {record.name!r} keeps no KV (its spec.kv.reuse is false)")
+        source = self._node(argument.get("source"), "source")
+        target = self._node(argument.get("target"), "target")
+        if source is target:
+            raise ConfigError(f"target: {base_name(target.worker)!r} is the source too; name two workers")
+        timeout_s = _number(argument, "timeout_s", MIGRATE_S)
+        if not 1 <= timeout_s <= MIGRATE_S_MAX:
+            raise ConfigError(f"timeout_s: give 1 to {MIGRATE_S_MAX:g} seconds")
+        order = KvOrder(kv_signature=record.kv_signature, source=source.worker, timeout_s=timeout_s)
+        return self._begun(record, [target], order) | {"source": source.worker, "target": target.worker}
+
+    def _begun(self, record: ModelRecord, workers: list[Worker], order: KvOrder) -> Row:
+        known = set(self._core.transactions.running)
+        for worker in workers:
+            self._step(KvOrdered(worker.worker, record.model_hash, order))
+        begun = [
+            {"transaction": transaction.name, "worker": transaction.worker}
+            for number, transaction in self._core.transactions.running.items()
+            if number not in known and transaction.kv is order
+        ]
+        if not begun:
+            raise ConfigError("this scheduler leads no more: try again")
+        return {"model": record.name, "transactions": begun}
+
+    # ------------------------------------------------------------------------------------------------------ what is meant
+
+    def _with_kv(self, argument: Row) -> ModelRecord:
+        record = self._people.model(argument)
+        if not record.kv_signature:
+            raise ConfigError(
+                f"model: the KV of {record.name!r} is at {record.engine_type.value}'s server, not in this pool"
+            )
+        return record
+
+    def _nodes(self) -> list[Worker]:
+        """Workers whose node runs, by name."""
+        living = [worker for worker in self._core.pool.workers.values() if worker.presence is not Presence.DEAD]
+        found = [worker for worker in living if (report := _report(worker)) is not None and report.running]
+        return sorted(found, key=lambda worker: worker.worker)
+
+    def _node(self, name: object, what: str) -> Worker:
+        """The worker of this name, with or without its incarnation, or that of this replica, if its node runs."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{what}: give a worker, or a replica, which stands for its worker")
+        pool = self._core.pool
+        replica = pool.replicas.get(ReplicaId(name))
+        wanted = replica.worker if replica is not None else WorkerId(name)
+        living = [worker for worker in pool.workers.values() if worker.presence is not Presence.DEAD]
+        matches = [worker for worker in living if wanted in (worker.worker, base_name(worker.worker))]
+        if not matches:
+            known = ", ".join(sorted({base_name(worker.worker) for worker in living})) or "none"
+            raise ConfigError(f"{what}: {name!r} is no worker or replica that is known; known workers: {known}")
+        if len(matches) > 1:
+            ids = ", ".join(sorted(worker.worker for worker in matches))
+            raise ConfigError(f"{what}: several workers are named {name!r}; give one of {ids}")
+        report = _report(matches[0])
+        if report is None:
+            raise ConfigError(f"{what}: worker {name!r} keeps no KV outside its engines (it was started with --no-kv)")
+        if not report.running:
+            raise ConfigError(f"{what}: the KV node of {name!r} does not run ({report.note}); try again in a moment")
+        return matches[0]
+
+    # -------------------------------------------------------------------------------------------------------------- rows
+
+    def rows(self) -> list[Row]:
+        """One row per worker and tier, as the agents last told it."""
+        names: dict[str, str] = {}
+        for record in self._core.catalogue.by_name():
+            names.setdefault(record.kv_signature, record.name)
+        rows: list[Row] = []
+        for worker in sorted(self._core.pool.workers.values(), key=lambda one: one.worker):
+            report = _report(worker)
+            if report is None or worker.presence is Presence.DEAD:
+                continue
+            tiers = report.tiers or (KvTierReport(tier=KvTier.HOST),)
+            rows += [_row(worker, report, tier, names) for tier in tiers]
+        return rows
+
+
+def _report(worker: Worker) -> KvReport | None:
+    return worker.snapshot.kv if worker.snapshot is not None else None
+
+
+def _row(worker: Worker, report: KvReport, tier: KvTierReport, names: dict[str, str]) -> Row:
+    host = tier.tier is KvTier.HOST
+    models = [
+        {"model": names.get(model.kv_signature, model.kv_signature), "blocks": blocks, "bytes": used_bytes}
+        for model in report.models
+        for blocks, used_bytes in (_held(model, host=host),)
+        if blocks
+    ]
+    asked = report.hits + report.misses
+    # What is counted for the whole node stands in its first row, so that a sum over rows is right.
+    first = tier is report.tiers[0] if report.tiers else True
+    return {
+        "worker": worker.worker,
+        "tier": tier.tier.value,
+        "used_bytes": tier.used_bytes,
+        "limit_bytes": tier.limit_bytes,
+        "blocks": tier.blocks,
+        "models": models,
+        "hits": report.hits if first else None,
+        "misses": report.misses if first else None,
+        "hit_ratio": round(report.hits / asked, 3) if first and asked else None,
+        "corrupt": report.corrupt if first else None,
+        "refused": report.refused if first else None,
+        "write_left_bytes": None if host else report.write_bytes_left,
+        "redis": report.redis if first else "",
+        "address": report.address if first else "",
+        "note": report.note if report.running else f"does not run: {report.note}",
+    }
+
+
+def _held(model: KvModelReport, *, host: bool) -> tuple[int, int]:
+    return (model.host_blocks, model.host_bytes) if host else (model.disk_blocks, model.disk_bytes)
+
+
+def _number(argument: Row, key: str, default: float | None = None) -> float:
+    value = argument.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{key}: give a number")
+    return float(value)

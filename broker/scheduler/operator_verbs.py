@@ -1,0 +1,318 @@
+"""The verbs by which people overrule the scheduler: lock, unlock, drain, mode, pin, unpin, and tell it of load that comes:
+declare, withdraw (SCH-5, SCH-9, SCH-11).
+
+What they say is kept as :class:`subjects.messages.Overrides`, but for the drain of one replica, which is an act and not a
+state. Each verb names exactly one thing: a model, a device, a worker or a replica.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from broker.core.pool.events import DrainRequested, SchedulerEvent
+from broker.core.pool.overrides import PINNED, UNPINNED, Key, device_name, with_override, without
+from broker.core.pool.state import Presence
+from broker.core.scheduler import SchedulerCore
+from broker.scheduler.overrides_sync import OverridesSync
+from broker.scheduler.registry_sync import RegistrySync
+from subjects.errors import ConfigError
+from subjects.ids import DeviceId, ReplicaId, WorkerId, base_name, is_token
+from subjects.messages import DeclaredLoad, Mode, ModelRecord, Override, OverrideKind, Overrides
+
+DRAIN_BOUND_S_MAX = 3600.0
+"""The longest that a drain may wait for running requests."""
+REPLICA_LOCK_KEPT_S = 3600.0
+"""The lock of a replica that is gone is forgotten after this time, at the next change."""
+EVENT_KEPT_S = 24 * 3600.0
+"""An event that is over is forgotten after this time, at the next change."""
+FACTOR_MAX = 1000.0
+RECORD_MODE = "default"
+"""The mode that gives the record its say again."""
+
+Row = dict[str, Any]
+
+
+class People:
+    """Answers those verbs."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        registry: RegistrySync,
+        overrides: OverridesSync,
+        *,
+        unix_s: Callable[[], float],
+        step: Callable[[SchedulerEvent], None],
+    ) -> None:
+        self._core = core
+        self._registry = registry
+        self._overrides = overrides
+        self._unix_s = unix_s
+        self._step = step
+        self.verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {
+            "lock": self._lock,
+            "unlock": self._unlock,
+            "drain": self._drain,
+            "mode": self._mode,
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "declare": self._declare,
+            "withdraw": self._withdraw,
+        }
+
+    # ------------------------------------------------------------------------------------------------------------- verbs
+
+    async def _lock(self, argument: Row) -> Row:
+        what, name = self._named(argument, ("model", "device", "replica"))
+        kind = {
+            "model": OverrideKind.MODEL_LOCK,
+            "device": OverrideKind.DEVICE_LOCK,
+            "replica": OverrideKind.REPLICA_LOCK,
+        }[what]
+        return {what: name, "locked": True, "changed": await self._set(kind, name)}
+
+    async def _unlock(self, argument: Row) -> Row:
+        what, name = self._named(argument, ("model", "device", "replica", "worker"), must_exist=False)
+        kinds = {
+            "model": [OverrideKind.MODEL_LOCK],
+            "device": [OverrideKind.DEVICE_LOCK, OverrideKind.DEVICE_DRAIN],
+            "replica": [OverrideKind.REPLICA_LOCK],
+            "worker": [OverrideKind.WORKER_DRAIN],
+        }[what]
+        changed = await self._take_back([(kind.value, name) for kind in kinds])
+        return {what: name, "locked": False, "changed": changed}
+
+    async def _drain(self, argument: Row) -> Row:
+        bound_s = _bound_s(argument)
+        what, name = self._named(argument, ("replica", "device", "worker"))
+        if what == "replica":
+            replica = self._core.pool.replicas[ReplicaId(name)]
+            self._step(DrainRequested(replica.replica, bound_s=bound_s))
+            return {"replica": name, "replicas": 1, "running": replica.report.running, "changed": True}
+        kind = OverrideKind.DEVICE_DRAIN if what == "device" else OverrideKind.WORKER_DRAIN
+        # Counted before it is told: the first may be gone before the words are stored.
+        leaving = [
+            replica
+            for replica in self._core.pool.replicas.values()
+            if not replica.dead
+            and name in (base_name(replica.worker), device_name(base_name(replica.worker), replica.report.device))
+        ]
+        running = sum(replica.report.running for replica in leaving)
+        changed = await self._set(kind, name, bound_s=bound_s)
+        return {what: name, "replicas": len(leaving), "running": running, "changed": changed}
+
+    async def _mode(self, argument: Row) -> Row:
+        record = self.model(argument)
+        mode = argument.get("mode")
+        known = [*(one.value for one in Mode), RECORD_MODE]
+        if mode not in known:
+            raise ConfigError(f"mode: {mode!r} is not one of {', '.join(known)}")
+        if mode == RECORD_MODE:
+            changed = await self._take_back([(OverrideKind.MODE.value, record.name)])
+            return {"model": record.name, "mode": record.mode.value, "changed": changed}
+        return {"model": record.name, "mode": mode, "changed": await self._set(OverrideKind.MODE, record.name, value=mode)}
+
+    async def _pin(self, argument: Row) -> Row:
+        record = self.model(argument)
+        await self._set(OverrideKind.PIN, record.name, value=PINNED)
+        return {"name": record.name, "pinned": True}
+
+    async def _unpin(self, argument: Row) -> Row:
+        record = self.model(argument)
+        await self._set(OverrideKind.PIN, record.name, value=UNPINNED)
+        return {"name": record.name, "pinned": False}
+
+    async def _declare(self, argument: Row) -> Row:
+        """Load that is expected: ``name``, ``begin_unix_s``, ``end_unix_s``, ``factor`` or ``at_least``, and ``model``
+        (without it: every model)."""
+        name = _event_name(argument)
+        model = self.model(argument).name if argument.get("model") else ""
+        begin, end = (_number(argument, key, 0.0, 1e11) for key in ("begin_unix_s", "end_unix_s"))
+        factor = _number(argument, "factor", 0.01, FACTOR_MAX, 1.0)
+        at_least = _number(argument, "at_least", 0.0, 1e6, 0.0)
+        if end <= max(begin, self._unix_s()):
+            raise ConfigError("end: the event must end after it begins, and later than now")
+        if factor == 1.0 and not at_least:
+            raise ConfigError("factor: say how many times the load is meant (or at_least, in devices)")
+        load = DeclaredLoad(begin_unix_s=begin, end_unix_s=end, model=model, factor=factor, at_least=at_least)
+        changed = await self._set(OverrideKind.EVENT, name, load=load)
+        return {"event": name, "model": model, "changed": changed}
+
+    async def _withdraw(self, argument: Row) -> Row:
+        name = _event_name(argument)
+        return {"event": name, "changed": await self._take_back([(OverrideKind.EVENT.value, name)])}
+
+    async def forget_model(self, name: str) -> None:
+        """What was said about a model that is deleted goes with it.
+
+        Raises:
+            BusError: it may still be known; asking again is safe.
+        """
+        kinds = (OverrideKind.PIN, OverrideKind.MODE, OverrideKind.MODEL_LOCK)
+        await self._take_back([(kind.value, name) for kind in kinds])
+
+    def rows(self) -> list[Row]:
+        """All that people have said, for ``carpool get locks``."""
+        return [
+            {
+                "kind": entry.kind.value,
+                "about": entry.about,
+                "value": entry.value,
+                "bound_s": entry.bound_s,
+                "since_unix_s": entry.at_unix_s,
+            }
+            for entry in self._overrides.known.entries
+            if entry.kind is not OverrideKind.EVENT
+        ]
+
+    def events(self) -> list[Row]:
+        """Load that people have declared, for ``carpool event list``."""
+        return [
+            {
+                "event": entry.about,
+                "model": entry.load.model,
+                "begin_unix_s": entry.load.begin_unix_s,
+                "end_unix_s": entry.load.end_unix_s,
+                "factor": entry.load.factor,
+                "at_least": entry.load.at_least,
+            }
+            for entry in self._overrides.known.entries
+            if entry.load is not None
+        ]
+
+    # ----------------------------------------------------------------------------------------------------------- storing
+
+    async def _set(
+        self,
+        kind: OverrideKind,
+        about: str,
+        *,
+        value: str = "",
+        bound_s: float | None = None,
+        load: DeclaredLoad | None = None,
+    ) -> bool:
+        override = Override(kind=kind, about=about, value=value, bound_s=bound_s, load=load, at_unix_s=self._unix_s())
+        return await self._overrides.change(lambda known: with_override(self._pruned(known), override))
+
+    async def _take_back(self, keys: list[Key]) -> bool:
+        return await self._overrides.change(lambda known: without(known, keys))
+
+    def _pruned(self, known: Overrides) -> Overrides:
+        """Without locks of replicas that are gone for long (an incarnation is never reused), and without past events."""
+        over = [
+            (entry.kind.value, entry.about)
+            for entry in known.entries
+            if entry.kind is OverrideKind.REPLICA_LOCK
+            and ReplicaId(entry.about) not in self._core.pool.replicas
+            and self._unix_s() - entry.at_unix_s > REPLICA_LOCK_KEPT_S
+        ]
+        over += [
+            (entry.kind.value, entry.about)
+            for entry in known.entries
+            if entry.load is not None and self._unix_s() - entry.load.end_unix_s > EVENT_KEPT_S
+        ]
+        return without(known, over)
+
+    # ------------------------------------------------------------------------------------------------------ what is meant
+
+    def model(self, argument: Row) -> ModelRecord:
+        """The record of ``argument["model"]``, a name or an alias.
+
+        Raises:
+            ConfigError: nobody applied it.
+        """
+        name = argument.get("model")
+        records = self._registry.records
+        record = records.get(name) if isinstance(name, str) else None
+        if record is None:
+            record = next((records[one] for one in sorted(records) if name in records[one].aliases), None)
+        if record is None and isinstance(name, str) and (base := adapter_base(records, name)) is not None:
+            raise ConfigError(
+                f"model: {name!r} is an adapter of {base.name!r}; name that model, or change its spec.adapters"
+            )
+        if record is None:
+            known = ", ".join(sorted(records)) or "none"
+            raise ConfigError(f"model: {name!r} is not applied; known models: {known}")
+        return record
+
+    def _named(self, argument: Row, kinds: tuple[str, ...], *, must_exist: bool = True) -> tuple[str, str]:
+        """The one thing that the argument names, by its full name."""
+        given = [kind for kind in kinds if argument.get(kind) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"name exactly one of {', '.join(kinds)}")
+        what, name = given[0], argument[given[0]]
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{what}: give its name")
+        match what:
+            case "model":
+                return what, self.model(argument).name
+            case "device":
+                return what, self._device(name, must_exist=must_exist)
+            case "worker":
+                return what, self._worker(name, must_exist=must_exist)
+            case _:
+                if must_exist and ReplicaId(name) not in self._core.pool.replicas:
+                    raise ConfigError(f"replica: {name!r} is not known; see `carpool get replicas`")
+                return what, name
+
+    def _worker(self, name: str, *, must_exist: bool) -> str:
+        """A worker's name without its incarnation; given with or without it."""
+        workers = [worker for worker in self._core.pool.workers.values() if worker.presence is not Presence.DEAD]
+        known = {base_name(worker.worker) for worker in workers}
+        if any(worker.worker == name for worker in workers):
+            return base_name(name)
+        if must_exist and name not in known:
+            raise ConfigError(f"worker: {name!r} is not known; known workers: {', '.join(sorted(known)) or 'none'}")
+        return name
+
+    def _device(self, name: str, *, must_exist: bool) -> str:
+        """``<worker>/<device>``; the device alone where only one worker has one of that name."""
+        worker, slash, device = name.rpartition("/")
+        devices = [one for one in self._core.pool.devices(usable=False) if one.worker.presence is not Presence.DEAD]
+        known = sorted({device_name(base_name(one.worker.worker), one.report.device) for one in devices})
+        if slash:
+            worker = base_name(worker) if WorkerId(worker) in self._core.pool.workers else worker
+            full = device_name(worker, DeviceId(device))
+        else:
+            matches = [one for one in known if one.endswith(f"/{name}")]
+            full = matches[0] if len(matches) == 1 else name
+        if full not in known and (must_exist or not slash):
+            raise ConfigError(f"device: {name!r} is not known, or not alone; known devices: {', '.join(known) or 'none'}")
+        return full
+
+
+def _event_name(argument: Row) -> str:
+    name = argument.get("name")
+    if not isinstance(name, str) or not is_token(name):
+        raise ConfigError("name: give the event a name of letters, digits, - and _")
+    return name
+
+
+def _number(argument: Row, key: str, least: float, most: float, default: float | None = None) -> float:
+    value = argument.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{key}: give a number")
+    if not least <= value <= most:
+        raise ConfigError(f"{key}: give {least:g} to {most:g}")
+    return float(value)
+
+
+def _bound_s(argument: Row) -> float | None:
+    bound_s = argument.get("bound_s")
+    if bound_s is None:
+        return None
+    if isinstance(bound_s, bool) or not isinstance(bound_s, int | float) or not math.isfinite(bound_s):
+        raise ConfigError("bound_s: give a number of seconds")
+    if not 0 <= bound_s <= DRAIN_BOUND_S_MAX:
+        raise ConfigError(f"bound_s: give 0 to {DRAIN_BOUND_S_MAX:g} seconds")
+    return float(bound_s)
+
+
+def adapter_base(records: Mapping[str, ModelRecord], name: str) -> ModelRecord | None:
+    """The first model, by name, that has an adapter of this name or alias."""
+    for one in sorted(records):
+        if any(name == adapter.name or name in adapter.aliases for adapter in records[one].adapters):
+            return records[one]
+    return None
