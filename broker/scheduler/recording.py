@@ -126,7 +126,7 @@ class Recorder:
         self._bytes += len(payload) + _LENGTH_BYTES
 
     def flush(self) -> None:
-        """Hands what is buffered to the operating system."""
+        """Links what is buffered to the operating system."""
         if self._file is not None:
             try:
                 self._file.flush()
