@@ -126,7 +126,7 @@ class Recorder:
         self._bytes += len(payload) + _LENGTH_BYTES
 
     def flush(self) -> None:
-        """Links what is buffered to the operating system."""
+        """Hands what is buffered to the operating system."""
         if self._file is not None:
             try:
                 self._file.flush()

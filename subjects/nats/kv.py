@@ -164,7 +164,7 @@ class KvWatch:
             await end_tasks({self._task})
 
     async def snapshot(self) -> None:
-        """Links on what is there now, then ends."""
+        """Hands on what is there now, then ends."""
         await self._one_consumer(only_snapshot=True)
 
     async def _follow(self) -> None:

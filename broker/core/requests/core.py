@@ -60,7 +60,7 @@ from broker.core.requests.events import (
     TicketNotStored,
     TicketStored,
 )
-from broker.core.requests.links import Links, Link
+from broker.core.requests.links import Link, Links
 from broker.core.requests.live import QUEUED, TRANSITIONS, LiveRequest, State, Taken
 from kvcache.core.prefix_index import PrefixIndex
 from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, model_key
