@@ -32,6 +32,7 @@ from broker.core.pool.events import (
     ModelApplied,
     ModelRemoved,
     OperationSeen,
+    OverridesChanged,
     PublishDigest,
     RaiseAlert,
     RegistryLoaded,
@@ -44,7 +45,6 @@ from broker.core.pool.events import (
     UnloadRequested,
     WorkerReported,
 )
-from broker.core.pool.overrides import changes
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
 from broker.scheduler.journal_keeper import JournalKeeper
@@ -67,7 +67,6 @@ from subjects.messages import (
     ControlReply,
     ControlRequest,
     IngressTelemetry,
-    Overrides,
     PoolDigest,
     Severity,
     WorkerBeat,
@@ -149,7 +148,12 @@ class Scheduler:
             on_applied=lambda record: self._step(ModelApplied(record)),
             on_removed=lambda name: self._step(ModelRemoved(name)),
         )
-        self.overrides = OverridesSync(bus, registry, leads=lambda: self.lease.holds, on_changed=self._overrides_changed)
+        self.overrides = OverridesSync(
+            bus,
+            registry,
+            leads=lambda: self.lease.holds,
+            on_changed=lambda overrides: self._step(OverridesChanged(overrides)),
+        )
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
         self.control = Control(
             bus,
@@ -222,10 +226,6 @@ class Scheduler:
         await self.overrides.start()  # Before the registry, since with that decisions may begin.
         await self.registry.start()
         await self.lease.run()
-
-    def _overrides_changed(self, before: Overrides, after: Overrides) -> None:
-        for event in changes(before, after):
-            self._step(event)
 
     def _gained(self, epoch: int) -> None:
         self._tasks.spawn(self._take_over(epoch))
