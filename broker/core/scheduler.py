@@ -246,7 +246,7 @@ class SchedulerCore:
             )
         if self.pool.mass_silence:
             text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
-            self.outcomes.alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool doctor", out)
+            self.outcomes.alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool get devices", out)
         if self.leads:
             self.transactions.tick(now_s, out)
 

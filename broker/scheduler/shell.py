@@ -264,7 +264,7 @@ class Scheduler:
                 kind="journal-lost",
                 scope="pool",
                 text=f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less",
-                remedy="carpool doctor",
+                remedy="carpool get timeline",
             )
         )
 

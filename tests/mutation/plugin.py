@@ -40,9 +40,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("mutation")
 if _record:
     # Started on import: the cores must not be imported before.
-    _coverage = coverage.Coverage(
-        data_file=None, config_file=False, include=["broker/core/plan/*", "broker/core/requests/*"]
-    )
+    _cores = ["broker/core/plan/*", "broker/core/requests/*"]
+    _coverage = coverage.Coverage(data_file=None, config_file=False, include=_cores)
     _coverage.start()
 
 
