@@ -355,7 +355,6 @@ class Replica:
                         endpoint=grant.endpoint,
                         body=grant.body,
                         kv_pages_needed=profile.kv_pages_needed,
-                        prompt_token_ids=grant.prompt_token_ids,
                         sent_token_ids=grant.sent_token_ids,
                         cache_salt=grant.cache_salt,
                         max_tokens=grant.max_tokens or profile.max_tokens,

@@ -1,12 +1,12 @@
 """The verbs of ``ctl.<verb>``: what a person may ask of the scheduler and tell it.
 
-Results are rows of plain values for tables and JSON. Columns that end in ``_bytes``, ``_s`` carry their unit.
+An explanation is of a model by its name or alias or an adapter's, a transaction, one of its operations, a replica, or a
+request, in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import msgspec
 import structlog
@@ -19,6 +19,7 @@ from broker.core.scheduler import SchedulerCore
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
+from broker.scheduler.verbs import Apply, OfModel, Row, Verbs, What, asked
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
@@ -29,8 +30,6 @@ from subjects.messages import ControlReply, ControlRequest, Mode, ModelRecord, P
 ASK_GATEWAY_S_MAX = 2.0
 
 log = structlog.get_logger(__name__)
-
-Row = dict[str, Any]
 
 
 class Control:
@@ -58,26 +57,23 @@ class Control:
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
         self._unload = unload
-        self._verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {
-            "apply": self._apply,
-            "get": self._get,
-            "unload": self._unload_model,
-            "delete": self._delete,
-            "explain": self._explain,
+        self._verbs: Verbs = {
+            "apply": (Apply, self._apply),
+            "get": (What, self._get),
+            "unload": (OfModel, self._unload_model),
+            "delete": (OfModel, self._delete),
+            "explain": (What, self._explain),
             **people.verbs,
             **kv.verbs,
         }
 
     async def answer(self, verb: str, payload: ControlRequest) -> ControlReply:
         """The reply to one request; every mistake of the asker is an error with its remedy."""
-        handler = self._verbs.get(verb)
-        if handler is None:
+        if verb not in self._verbs:
             return ControlReply(error=f"unknown verb {verb!r}: use {', '.join(sorted(self._verbs))}")
         try:
-            argument = msgspec.json.decode(payload.argument)
-            if not isinstance(argument, dict):
-                raise ConfigError("the argument must be a JSON object")
-            return ControlReply(result=msgspec.json.encode(await handler(argument)))
+            kind, handler = self._verbs[verb]
+            return ControlReply(result=msgspec.json.encode(await handler(asked(kind, payload.argument))))
         except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             return ControlReply(error=f"{verb}: {error}")
         except BusError as error:
@@ -88,8 +84,8 @@ class Control:
 
     # ------------------------------------------------------------------------------------------------------------- verbs
 
-    async def _apply(self, argument: Row) -> list[Row]:
-        records = msgspec.convert(argument.get("records"), list[ModelRecord])
+    async def _apply(self, argument: Apply) -> list[Row]:
+        records = argument.records
         rows: list[Row] = []
         for record in records:
             known = self._registry.records.get(record.name)
@@ -114,30 +110,26 @@ class Control:
     def _names(self) -> set[str]:
         return {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
 
-    async def _unload_model(self, argument: Row) -> Row:
-        record = self._people.model(argument)
+    async def _unload_model(self, argument: OfModel) -> Row:
+        record = self._people.model(argument.model)
         replicas = [r for r in self._core.pool.replicas_for(record.model_hash) if not r.dead]
         self._unload(record.name)
         return {"name": record.name, "replicas": len(replicas)}
 
-    async def _delete(self, argument: Row) -> Row:
-        record = self._people.model(argument)
+    async def _delete(self, argument: OfModel) -> Row:
+        record = self._people.model(argument.model)
         await self._registry.delete(record.name)
         await self._people.forget_model(record.name)
         return {"name": record.name, "deleted": True}
 
-    async def _explain(self, argument: Row) -> Row:
-        """A model by its name or alias or an adapter's, a transaction, one of its operations, a replica, or a request, in
-        this order."""
-        what = argument.get("what")
-        if not isinstance(what, str) or not what:
-            raise ConfigError("what: give a model, a transaction or operation, a replica, or a request id")
+    async def _explain(self, argument: What) -> Row:
+        what = argument.what
         now_s = self._now_s()
         unix_s = now_s + self._unix_offset_s()
         if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
             what = base.name
         if what in self._names():
-            record = self._people.model({"model": what})
+            record = self._people.model(what)
             explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
             return {"explains": "model", **msgspec.to_builtins(explained)}
         transaction = self._transactions.find(what)
@@ -175,7 +167,7 @@ class Control:
             raise ConfigError(f"what: the gateway {ingress!r} does not know {RequestId(request)!r} (any more)")
         return story
 
-    async def _get(self, argument: Row) -> list[Row]:
+    async def _get(self, argument: What) -> list[Row]:
         views = {
             "models": self._models,
             "replicas": self._replicas,
@@ -186,10 +178,9 @@ class Control:
             "events": self._people.events,
             "kv": self._kv.rows,
         }
-        what = argument.get("what")
-        if what not in views:
-            raise ConfigError(f"what: {what!r} is not one of {', '.join(views)}")
-        return views[what]()
+        if argument.what not in views:
+            raise ConfigError(f"what: {argument.what!r} is not one of {', '.join(views)}")
+        return views[argument.what]()
 
     # ------------------------------------------------------------------------------------------------------------- views
 

@@ -266,7 +266,6 @@ def parse_request(
     attempt: int,
     endpoint: Endpoint,
     body: bytes,
-    prompt_token_ids: tuple[int, ...] = (),
     sent_token_ids: tuple[int, ...] = (),
     max_tokens: int = 0,
 ) -> SimulatedRequest | Failure:
@@ -298,7 +297,7 @@ def parse_request(
     return SimulatedRequest(
         request=request,
         attempt=attempt,
-        input_tokens=len(prompt_token_ids) or input_tokens,
+        input_tokens=input_tokens,
         tokens=asked if script.tokens is None else max(0, min(asked, script.tokens)),
         max_tokens=asked,
         choices=choices,

@@ -45,7 +45,6 @@ class EngineRequest:
     endpoint: Endpoint
     body: bytes
     kv_pages_needed: int
-    prompt_token_ids: tuple[int, ...] = ()
     sent_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     max_tokens: int = 0

@@ -133,7 +133,6 @@ class SimulatedEngine:
             attempt=request.attempt,
             endpoint=request.endpoint,
             body=request.body,
-            prompt_token_ids=request.prompt_token_ids,
             sent_token_ids=request.sent_token_ids,
             max_tokens=request.max_tokens,
         )

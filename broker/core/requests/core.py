@@ -229,7 +229,6 @@ class RequestCore:
             request=event.request,
             profile=event.profile,
             body=event.body,
-            prompt_token_ids=event.prompt_token_ids,
             cache_salt=event.cache_salt,
             submitted_s=now_s,
             wait_bound_s=event.wait_until_s - now_s,

@@ -14,7 +14,6 @@ from subjects.bus import Stored
 from subjects.ids import ModelHash, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
 
-GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 """A token id takes up to five bytes on the wire."""
 
 
@@ -94,7 +93,6 @@ class LiveRequest:
     request: RequestId
     profile: RequestProfile
     body: bytes
-    prompt_token_ids: tuple[int, ...]
     cache_salt: str
     submitted_s: float
     wait_bound_s: float
@@ -221,8 +219,7 @@ class LiveRequest:
 
     def grant_parts(self) -> int:
         """In how many messages it is granted."""
-        tokens = len(self.prompt_token_ids)
-        return max(1, _parts(len(self.body), GRANT_PART_BYTES_MAX), _parts(tokens, GRANT_PART_TOKENS_MAX))
+        return max(1, -(-len(self.body) // GRANT_PART_BYTES_MAX))
 
     def grant(self, part: int) -> Grant | None:
         """Part ``part`` of the grant of the current attempt, the same each time; None when there is no such part."""
@@ -236,13 +233,8 @@ class LiveRequest:
             parts=parts,
             endpoint=self.profile.endpoint,
             body=self.body[part * GRANT_PART_BYTES_MAX : (part + 1) * GRANT_PART_BYTES_MAX],
-            prompt_token_ids=self.prompt_token_ids[part * GRANT_PART_TOKENS_MAX : (part + 1) * GRANT_PART_TOKENS_MAX],
             sent_token_ids=self.start_token_ids if part == 0 else (),
             cache_salt=self.cache_salt,
             max_tokens=self.profile.max_tokens,
             adapter=self.adapter if part == 0 else None,
         )
-
-
-def _parts(size: int, part_size: int) -> int:
-    return -(-size // part_size)
