@@ -12,7 +12,7 @@ import operator
 import statistics
 from collections.abc import Sequence
 
-from subjects.messages import CostPoint, StepCosts, StepSums
+from subjects.messages import CostPoint, EngineType, StepCosts, StepSums
 
 LENGTH_CLASS_TOKENS_MAX = (512, 2048)
 """Upper ends of the short and the medium length class, in input tokens (SCH-5)."""
@@ -36,6 +36,11 @@ def step_s(costs: StepCosts, batch: int, context_tokens: float) -> float:
     if batch == 0:
         return 0.0
     return costs.step_const_s + costs.step_request_s * batch + costs.step_context_token_s * context_tokens
+
+
+def engine_name(engine: EngineType, version: str) -> str:
+    """Engine and version, as measurements are kept for; the engine alone where nobody told its version."""
+    return f"{engine.value}-{version}" if version else engine.value
 
 
 CHUNK_SHARE = 0.5
@@ -77,6 +82,25 @@ def work_s(costs: StepCosts, sums: StepSums) -> float:
 def sums_between(before: StepSums, after: StepSums) -> StepSums:
     """What was done from one moment to a later one."""
     return StepSums(**{name: getattr(after, name) - getattr(before, name) for name in StepSums.__struct_fields__})
+
+
+def knee(costs: StepCosts, input_tokens: float) -> float:
+    """The batch at which a replica makes half of the tokens per second that any batch of such contexts could: beyond it,
+    requests that join slow down each other more than they share. Infinite where they cost nothing beside the constant."""
+    each_s = costs.step_request_s + costs.step_context_token_s * input_tokens
+    return costs.step_const_s / each_s if each_s > 0 else math.inf
+
+
+def sums_of(one: StepSums, other: StepSums, took_s: float = 0.0) -> StepSums:
+    """Both together; ``took_s`` is added to their time."""
+    return StepSums(
+        steps=one.steps + other.steps,
+        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
+        prompt_tokens2=one.prompt_tokens2 + other.prompt_tokens2,
+        requests=one.requests + other.requests,
+        context_tokens=one.context_tokens + other.context_tokens,
+        busy_s=one.busy_s + other.busy_s + took_s,
+    )
 
 
 def median_error(costs: StepCosts, measured: Sequence[StepSums]) -> float:
@@ -153,7 +177,7 @@ def nonnegative(
 
 
 def _dot(row: Sequence[float], values: Sequence[float]) -> float:
-    return sum(map(operator.mul, row, values))
+    return math.fsum(map(operator.mul, row, values))
 
 
 def _least_squares(

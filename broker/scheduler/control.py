@@ -24,9 +24,11 @@ from subjects.bus import Bus
 from subjects.codec import decode
 from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout, place_of
 from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
-from subjects.messages import ControlReply, ControlRequest, Mode, ModelRecord, PoolModel, RequestStory
+from subjects.messages import ControlReply, ControlRequest, EngineType, Mode, ModelRecord, PoolModel, RequestStory
 
 ASK_GATEWAY_S_MAX = 2.0
+PROFILE_S_MAX = 60.0
+PROFILE_BATCH_MAX = 32
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +50,7 @@ class Control:
         now_s: Callable[[], float],
         unix_offset_s: Callable[[], float],
         unload: Callable[[str], None],
+        profile: Callable[[ModelRecord, float, int], None],
     ) -> None:
         self._bus = bus
         self._core = core
@@ -58,12 +61,14 @@ class Control:
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
         self._unload = unload
+        self._profile_asked = profile
         self._verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {
             "apply": self._apply,
             "get": self._get,
             "unload": self._unload_model,
             "delete": self._delete,
             "explain": self._explain,
+            "profile": self._profile,
             **people.verbs,
             **kv.verbs,
         }
@@ -155,6 +160,23 @@ class Control:
             told["model_state"], told["waits_for"] = about.state, [*about.waits_for, *about.why]
         return told
 
+    async def _profile(self, argument: Row) -> Row:
+        """Wants whole curves of a model for the next few seconds, so that one who asks no more leaves nothing behind."""
+        record = self._people.model(argument)
+        for_s, batch_max = float(argument.get("for_s", 0.0)), int(argument.get("batch_max", PROFILE_BATCH_MAX))
+        if not (0 <= for_s <= PROFILE_S_MAX and 1 <= batch_max <= PROFILE_BATCH_MAX):
+            raise ConfigError(
+                f"for_s: 0 to {PROFILE_S_MAX:g}, batch_max: 1 to {PROFILE_BATCH_MAX}; write numbers in that range"
+            )
+        if record.engine_type is not EngineType.VLLM:
+            raise ConfigError(
+                f"model: {record.name} runs on {record.engine_type.value}, which takes no time of a device here"
+            )
+        if for_s and not self._core.pool.open_replicas(record.model_hash):
+            raise ConfigError(f"model: no replica of {record.name} is ready: send it a request first, then run this again")
+        self._profile_asked(record, for_s, batch_max)
+        return {"model": record.name, "rows": self._costs_of(record)}
+
     async def _story(self, request: str) -> RequestStory:
         """What the gateway in the request's id knows of it."""
         request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
@@ -185,6 +207,7 @@ class Control:
             "locks": self._people.rows,
             "events": self._people.events,
             "kv": self._kv.rows,
+            "costs": self._costs,
         }
         what = argument.get("what")
         if what not in views:
@@ -296,6 +319,31 @@ class Control:
             }
             for model_hash, demand in sorted(core.pool.demand(now_s).items())
             if (record := core.catalogue.of_hash(model_hash)) is not None
+        ]
+
+    def _costs(self) -> list[Row]:
+        return [row for record in self._core.catalogue.by_name() for row in self._costs_of(record)]
+
+    def _costs_of(self, record: ModelRecord) -> list[Row]:
+        unix_s = self._now_s() + self._unix_offset_s()
+        return [
+            {
+                "model": row.model,
+                "kind": row.device_type,
+                "source": row.source.value,
+                "age_s": round(max(0.0, unix_s - row.at_unix_s), 1) if row.at_unix_s else None,
+                "measured_unix_s": row.at_unix_s,
+                "points": len(row.points),
+                "whole": row.whole,
+                "engine": row.engine,
+                "correction": round(row.correction, 3),
+                "error": round(row.error, 4) if row.error == row.error else None,
+                "steps": row.steps,
+                "deviates": row.deviates,
+                "costs": msgspec.to_builtins(row.costs),
+                "measured": msgspec.to_builtins(row.points),
+            }
+            for row in self._core.costs.rows(record)
         ]
 
     def _timeline(self) -> list[Row]:

@@ -24,14 +24,17 @@ from broker.core.pool.events import (
     BusRoundTripMade,
     CommandAnswered,
     CommandUnanswered,
+    CostsKept,
     DigestRestored,
     IngressReported,
     JournalRestored,
+    KeepCosts,
     LeadershipGained,
     LeadershipLost,
     ModelApplied,
     ModelRemoved,
     OperationSeen,
+    ProfileAsked,
     PublishDigest,
     RaiseAlert,
     RegistryLoaded,
@@ -47,6 +50,7 @@ from broker.core.pool.events import (
 from broker.core.pool.overrides import changes
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
+from broker.scheduler.costs_sync import CostsSync
 from broker.scheduler.journal_keeper import JournalKeeper
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.lease import LeaseKeeper
@@ -149,6 +153,7 @@ class Scheduler:
             on_applied=lambda record: self._step(ModelApplied(record)),
             on_removed=lambda name: self._step(ModelRemoved(name)),
         )
+        self.costs = CostsSync(bus, registry, on_kept=lambda entries: self._step(CostsKept(entries)))
         self.overrides = OverridesSync(bus, registry, leads=lambda: self.lease.holds, on_changed=self._overrides_changed)
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
         self.control = Control(
@@ -161,6 +166,7 @@ class Scheduler:
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),
+            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.model_hash, for_s, batch_max)),
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""
@@ -205,6 +211,7 @@ class Scheduler:
         await self.lease.release()
         await self.registry.stop()
         await self.overrides.stop()
+        await self.costs.stop()
         for subscription in self._subscriptions:
             with contextlib.suppress(BusError):
                 await subscription.stop()
@@ -220,6 +227,7 @@ class Scheduler:
 
     async def _lead(self) -> None:
         await self.overrides.start()  # Before the registry, since with that decisions may begin.
+        await self.costs.start()  # So that no model is loaded, or measured, by an estimate that is outdated.
         await self.registry.start()
         await self.lease.run()
 
@@ -292,6 +300,8 @@ class Scheduler:
                     self.journal.append(self.lease.epoch, command.entries)
             case RaiseAlert():
                 self._raise(command.alert)
+            case KeepCosts():
+                self.costs.keep(command.kept)
             case Resign():
                 self.lease.give_up(command.reason)
             case _:

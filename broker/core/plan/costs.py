@@ -16,10 +16,10 @@ from enum import Enum
 
 import msgspec
 
-from broker.core.pool.state import Device, Pool, Replica
-from profiles.costs import fit_costs, median_error, sums_between, work_s
+from broker.core.pool.state import Device, Pool
+from profiles.costs import engine_name, fit_costs, median_error, sums_between, sums_of, work_s
 from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
-from subjects.ids import ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import (
     CostPoint,
     CostsMeasured,
@@ -129,8 +129,8 @@ class CostBook:
         self._filled: dict[ModelHash, tuple[ModelRecord, int, ModelRecord]] = {}
         self._devices: list[Device] | None = None
         self._kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
-        self._profiled: dict[str, tuple[float, int]] = {}
-        """Deployments of which somebody wants whole curves: until when, and up to which batch."""
+        self._profiled: dict[ModelHash, tuple[float, int]] = {}
+        """Models of which somebody wants whole curves: until when, and up to which batch."""
         self.news = 0
         """Grows whenever plans should go by other costs."""
         self.unix_offset_s = 0.0
@@ -226,16 +226,18 @@ class CostBook:
     def measured(self, now_s: float, event: CostsMeasured, record: ModelRecord) -> KeptCosts | None:
         """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
         points = tuple(point for point in event.points if point.sums.busy_s > 0)
-        if not points:
-            return None
         account = self._account(_key(record, event.device_type))
         old = account.kept
         anew = old is None or account.deviates or old.engine != event.engine
+        if not points and (anew or not event.whole):
+            return None
         cells = {} if anew or old is None else {_cell(point): point for point in old.points}
         for point in points:
             known = cells.get(_cell(point))
-            if known is None or known.beside or not point.beside:
+            if known is None or (known.beside and not point.beside):
                 cells[_cell(point)] = point
+            elif known.beside or not point.beside:  # Another round: they weigh alike.
+                cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
         kept = KeptCosts(
             deployment=deployment_of(record),
             device_type=event.device_type,
@@ -321,14 +323,20 @@ class CostBook:
 
     # ------------------------------------------------------------------------------------------------ what to measure next
 
-    def profile(self, record: ModelRecord, until_s: float, batch_max: int) -> None:
-        """Somebody wants whole curves of a model; ``until_s`` in the past: no longer."""
-        self._profiled[deployment_of(record)] = (until_s, batch_max)
+    def profile(self, now_s: float, model_hash: ModelHash, for_s: float, batch_max: int) -> None:
+        """Somebody wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
+        known = self._profiled.get(model_hash)
+        if for_s and (known is None or known[0] <= now_s):
+            for (deployment, _, _), account in self._accounts.items():
+                if deployment == model_hash and account.kept is not None:
+                    account.kept = msgspec.structs.replace(account.kept, whole=False)
+        self._profiled[model_hash] = (now_s + for_s, batch_max)
 
-    def to_load(self, record: ModelRecord, worker: WorkerId, device_type: str) -> bool:
+    def to_load(self, record: ModelRecord, worker: WorkerId, device: DeviceId) -> bool:
         """Whether a replica that is loaded there should measure before it serves."""
-        account = self._accounts.get(_key(record, device_type))
-        return self._measures(record, device_type) and not _has(account, self._engine(worker, record))
+        kind = self._kind(worker, device)
+        account = self._accounts.get(_key(record, kind))
+        return self._measures(record, kind) and not _has(account, self._engine(worker, record))
 
     def to_measure(self, now_s: float, records: Mapping[ModelHash, ModelRecord]) -> dict[ReplicaId, int]:
         """Who should measure in idle moments, and up to which batch: one replica of each deployment and kind."""
@@ -339,14 +347,14 @@ class CostBook:
             record = records.get(replica.report.model_hash)
             if record is None or replica.dead or replica.report.state is not ReplicaState.READY:
                 continue
-            kind = self.kind_of(replica)
+            kind = self._kind(replica.worker, replica.report.device)
             key = _key(record, kind)
-            asked = self._profiled.get(key[0])
+            asked = self._profiled.get(record.model_hash)
             if key in taken or not (asked or self._measures(record, kind)):
                 continue
             account = self._accounts.get(key)
-            lacks = not _has(account, self._engine(replica.worker, record)) or account is None or account.deviates
-            if asked or lacks or (account.kept is not None and not account.kept.whole):
+            done = account is not None and account.kept is not None and account.kept.whole and not account.deviates
+            if asked or not done or not _has(account, self._engine(replica.worker, record)):
                 found[replica.replica] = asked[1] if asked else MEASURED_BATCH_MAX
                 taken.add(key)
         return found
@@ -354,15 +362,15 @@ class CostBook:
     def _measures(self, record: ModelRecord, device_type: str) -> bool:
         return record.engine_type is EngineType.VLLM and device_type not in record.costs
 
-    def kind_of(self, replica: Replica) -> str:
-        """The kind of device that a replica is on."""
-        device = self._pool.device(replica.worker, replica.report.device)
-        return device.report.device_type if device is not None else ""
+    def _kind(self, worker: WorkerId, device: DeviceId) -> str:
+        known = self._pool.device(worker, device)
+        return known.report.device_type if known is not None else ""
 
     def _engine(self, worker: WorkerId, record: ModelRecord) -> str:
         known = self._pool.workers.get(worker)
-        snapshot = known.snapshot if known is not None else None
-        return engine_name(record.engine_type, snapshot.engine_versions) if snapshot is not None else ""
+        versions = known.snapshot.engine_versions if known is not None and known.snapshot is not None else {}
+        version = versions.get(record.engine_type.value)
+        return engine_name(record.engine_type, version) if version else ""
 
     # --------------------------------------------------------------------------------------------------------- for people
 
@@ -393,12 +401,6 @@ class CostBook:
                 )
             )
         return rows
-
-
-def engine_name(engine: EngineType, versions: Mapping[str, str]) -> str:
-    """Engine and version, as measurements are kept for."""
-    version = versions.get(engine.value, "")
-    return f"{engine.value}-{version}" if version else engine.value
 
 
 def _key(record: ModelRecord, device_type: str) -> Key:
