@@ -55,6 +55,7 @@ async def _measured(nats_url: str, model: str, rounds: int, batch_max: int) -> d
         rows = (await control(nats_url, "profile", argument))["rows"]
         return max(rows, key=lambda row: (row["measured_unix_s"], row["kind"]))
 
+    row: dict[str, Any] = {}
     try:
         for number in range(rounds):
             begun_s, told = time.monotonic(), -1
