@@ -212,8 +212,8 @@ def _model(result: dict[str, Any]) -> list[str]:
             f"  replica    {replica['replica']} on {replica['where']}: {replica['state']} for {replica['state_s']:.0f} s, "
             f"{replica['running']} of {replica['slots']} running{held}"
         )
-    for title, key in (("why", "why"), ("waits for", "waits_for"), ("changes by", "would_change")):
-        lines += [f"  {title if not number else '':<10} {line}" for number, line in enumerate(result[key])]
+    for title, key in (("why", "why"), ("costs", "costs"), ("waits for", "waits_for"), ("changes by", "would_change")):
+        lines += [f"  {title if not number else '':<10} {line}" for number, line in enumerate(result.get(key, ()))]
     for number, entry in enumerate(result["actions"]):
         told = f"{_clock(entry['at_unix_s'])} {entry['action']} on {entry['device']}: {entry['reason']}"
         outcome = f" ({entry['outcome']}, {entry['took_s']:.1f} s)" if entry["outcome"] else " (under way)"

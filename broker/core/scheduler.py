@@ -31,6 +31,7 @@ from broker.core.actions import Actions
 from broker.core.digest import DigestBuilder
 from broker.core.outcomes import Outcomes
 from broker.core.plan.availability import Outlook, Planner
+from broker.core.plan.costs import CostBook
 from broker.core.plan.fairness import Fairness
 from broker.core.plan.policy import Policy
 from broker.core.plan.view import ViewBuilder
@@ -42,10 +43,12 @@ from broker.core.pool.events import (
     BusRoundTripMade,
     CommandAnswered,
     CommandUnanswered,
+    CostsKept,
     DigestRestored,
     DrainRequested,
     IngressReported,
     JournalRestored,
+    KeepCosts,
     KvOrdered,
     LeadershipGained,
     LeadershipLost,
@@ -53,6 +56,7 @@ from broker.core.pool.events import (
     ModelRemoved,
     OperationSeen,
     OverridesChanged,
+    ProfileAsked,
     RegistryLoaded,
     Resign,
     SchedulerCommand,
@@ -71,6 +75,7 @@ from subjects.ids import ModelHash
 from subjects.messages import (
     KV_STARTS,
     CommandOutcome,
+    CostsMeasured,
     JournalEntry,
     KvReport,
     Mode,
@@ -107,7 +112,9 @@ class SchedulerCore:
         self.digests = DigestBuilder(self.settings, self.pool, self.fairness)
         self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
         self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
-        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
+        self.costs = CostBook(self.pool)
+        self.transactions.orders.measures = self.costs.to_load
+        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.costs)
         self.policy = policy
         self.views.needs_costs = getattr(policy, "needs_costs", False)
         self.notes: dict[ModelHash, str] = {}
@@ -150,6 +157,7 @@ class SchedulerCore:
             case WorkerReported():
                 changes = self.pool.report(now_s, event.snapshot)
                 self._reported(now_s, changes, out)
+                self._observe_costs(now_s, event.snapshot, out)
                 if event.snapshot.kv is not None and event.snapshot.kv.note:
                     self._kv_is_short(now_s, event.snapshot, event.snapshot.kv, out)
                 decide = changes.any
@@ -164,6 +172,11 @@ class SchedulerCore:
                 decide = self._operation_seen(now_s, event, out)
             case RegistryLoaded():
                 self.catalogue.load(event.records)
+            case CostsKept():
+                self.costs.restore(event.entries)
+            case ProfileAsked():
+                self.costs.profile(now_s, event.model_hash, event.for_s, event.batch_max)
+                decide = True
             case ModelApplied():
                 if self.catalogue.records.get(event.record.name) != event.record:  # A watch can repeat what we know.
                     self.catalogue.apply(event.record)
@@ -202,7 +215,7 @@ class SchedulerCore:
             case Ticked():
                 self._unix_offset_s = event.unix_s - now_s
                 self.transactions.orders.unix_offset_s = self.outcomes.unix_offset_s = self._unix_offset_s
-                self.views.unix_offset_s = self._unix_offset_s
+                self.views.unix_offset_s = self.costs.unix_offset_s = self._unix_offset_s
                 self._tick(now_s, out)
             case _:
                 assert_never(event)
@@ -292,6 +305,9 @@ class SchedulerCore:
         match event.event:
             case OperationProgressed():
                 return False
+            case CostsMeasured():
+                self._costs_measured(now_s, event.event, out)
+                return False
             case OperationEnded():
                 self.transactions.operation_ended(now_s, event.event, out)
             case ReplicaDied():
@@ -304,6 +320,22 @@ class SchedulerCore:
             case _:
                 assert_never(event.event)
         return True
+
+    def _costs_measured(self, now_s: float, event: CostsMeasured, out: list[SchedulerCommand]) -> None:
+        record = self.catalogue.of_hash(event.model_hash)
+        kept = self.costs.measured(now_s, event, record) if record is not None else None
+        if kept is not None and self.leads:
+            out.append(KeepCosts(kept))
+
+    def _observe_costs(self, now_s: float, snapshot: WorkerSnapshot, out: list[SchedulerCommand]) -> None:
+        """Engines' steps correct costs; those that turn out to be wrong for good are told of and measured again."""
+        for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.records_by_hash()):
+            text = f"steps of {record.name} on {kind or 'its devices'} take {account.ratio:.2f} times what its costs say"
+            given = kind in record.costs
+            remedy = f"carpool profile {record.name}" if given else f"carpool get costs {record.name}"
+            self.digests.note(now_s, "costs", record.name, f"{text}; {'its file gives them' if given else 'measured again'}")
+            evidence = {"ratio": f"{account.ratio:.3f}", "steps": str(account.steps)}
+            self.outcomes.alert(now_s, Severity.WARNING, "costs-deviate", record.name, text, evidence, remedy, out)
 
     def _unload_requested(self, now_s: float, name: str, out: list[SchedulerCommand]) -> None:
         record = self.catalogue.records.get(name)
@@ -515,4 +547,5 @@ class SchedulerCore:
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
                 self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
+        self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_hash())
         out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))

@@ -19,13 +19,13 @@ from broker.core.scheduler import SchedulerCore
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
-from broker.scheduler.verbs import Apply, OfModel, Row, Verbs, What, asked
+from broker.scheduler.verbs import Apply, OfModel, ProfileOf, Row, Verbs, What, asked
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
 from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout, place_of
 from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
-from subjects.messages import ControlReply, ControlRequest, Mode, ModelRecord, PoolModel, RequestStory
+from subjects.messages import ControlReply, ControlRequest, EngineType, Mode, ModelRecord, PoolModel, RequestStory
 
 ASK_GATEWAY_S_MAX = 2.0
 
@@ -47,6 +47,7 @@ class Control:
         now_s: Callable[[], float],
         unix_offset_s: Callable[[], float],
         unload: Callable[[str], None],
+        profile: Callable[[ModelRecord, float, int], None],
     ) -> None:
         self._bus = bus
         self._core = core
@@ -57,12 +58,14 @@ class Control:
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
         self._unload = unload
+        self._profile_asked = profile
         self._verbs: Verbs = {
             "apply": (Apply, self._apply),
             "get": (What, self._get),
             "unload": (OfModel, self._unload_model),
             "delete": (OfModel, self._delete),
             "explain": (What, self._explain),
+            "profile": (ProfileOf, self._profile),
             **people.verbs,
             **kv.verbs,
         }
@@ -147,6 +150,18 @@ class Control:
             told["model_state"], told["waits_for"] = about.state, [*about.waits_for, *about.why]
         return told
 
+    async def _profile(self, argument: ProfileOf) -> Row:
+        """Wants whole curves of a model for the next few seconds, so that one who asks no more leaves nothing behind."""
+        record = self._people.model(argument.model)
+        if record.engine_type is not EngineType.VLLM:
+            raise ConfigError(
+                f"model: {record.name} runs on {record.engine_type.value}, which takes no time of a device here"
+            )
+        if argument.for_s and not self._core.pool.open_replicas(record.model_hash):
+            raise ConfigError(f"model: no replica of {record.name} is ready: send it a request first, then run this again")
+        self._profile_asked(record, argument.for_s, argument.batch_max)
+        return {"model": record.name, "rows": self._costs_of(record)}
+
     async def _story(self, request: str) -> RequestStory:
         """What the gateway in the request's id knows of it."""
         request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")
@@ -177,6 +192,7 @@ class Control:
             "locks": self._people.rows,
             "events": self._people.events,
             "kv": self._kv.rows,
+            "costs": self._costs,
         }
         if argument.what not in views:
             raise ConfigError(f"what: {argument.what!r} is not one of {', '.join(views)}")
@@ -287,6 +303,31 @@ class Control:
             }
             for model_hash, demand in sorted(core.pool.demand(now_s).items())
             if (record := core.catalogue.of_hash(model_hash)) is not None
+        ]
+
+    def _costs(self) -> list[Row]:
+        return [row for record in self._core.catalogue.by_name() for row in self._costs_of(record)]
+
+    def _costs_of(self, record: ModelRecord) -> list[Row]:
+        unix_s = self._now_s() + self._unix_offset_s()
+        return [
+            {
+                "model": row.model,
+                "kind": row.device_type,
+                "source": row.source.value,
+                "age_s": round(max(0.0, unix_s - row.at_unix_s), 1) if row.at_unix_s else None,
+                "measured_unix_s": row.at_unix_s,
+                "points": len(row.points),
+                "whole": row.whole,
+                "engine": row.engine,
+                "correction": round(row.correction, 3),
+                "error": round(row.error, 4) if row.error == row.error else None,
+                "steps": row.steps,
+                "deviates": row.deviates,
+                "costs": msgspec.to_builtins(row.costs),
+                "measured": msgspec.to_builtins(row.points),
+            }
+            for row in self._core.costs.rows(record)
         ]
 
     def _timeline(self) -> list[Row]:

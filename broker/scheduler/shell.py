@@ -24,15 +24,18 @@ from broker.core.pool.events import (
     BusRoundTripMade,
     CommandAnswered,
     CommandUnanswered,
+    CostsKept,
     DigestRestored,
     IngressReported,
     JournalRestored,
+    KeepCosts,
     LeadershipGained,
     LeadershipLost,
     ModelApplied,
     ModelRemoved,
     OperationSeen,
     OverridesChanged,
+    ProfileAsked,
     PublishDigest,
     RaiseAlert,
     RegistryLoaded,
@@ -47,6 +50,7 @@ from broker.core.pool.events import (
 )
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
+from broker.scheduler.costs_sync import CostsSync
 from broker.scheduler.journal_keeper import JournalKeeper
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.lease import LeaseKeeper
@@ -148,6 +152,7 @@ class Scheduler:
             on_applied=lambda record: self._step(ModelApplied(record)),
             on_removed=lambda name: self._step(ModelRemoved(name)),
         )
+        self.costs = CostsSync(bus, registry, on_kept=lambda entries: self._step(CostsKept(entries)))
         self.overrides = OverridesSync(
             bus,
             registry,
@@ -165,6 +170,7 @@ class Scheduler:
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),
+            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.model_hash, for_s, batch_max)),
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""
@@ -209,6 +215,7 @@ class Scheduler:
         await self.lease.release()
         await self.registry.stop()
         await self.overrides.stop()
+        await self.costs.stop()
         for subscription in self._subscriptions:
             with contextlib.suppress(BusError):
                 await subscription.stop()
@@ -224,6 +231,7 @@ class Scheduler:
 
     async def _lead(self) -> None:
         await self.overrides.start()  # Before the registry, since with that decisions may begin.
+        await self.costs.start()  # So that no model is loaded, or measured, by an estimate that is outdated.
         await self.registry.start()
         await self.lease.run()
 
@@ -292,6 +300,8 @@ class Scheduler:
                     self.journal.append(self.lease.epoch, command.entries)
             case RaiseAlert():
                 self._raise(command.alert)
+            case KeepCosts():
+                self.costs.keep(command.kept)
             case Resign():
                 self.lease.give_up(command.reason)
             case _:

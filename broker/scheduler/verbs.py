@@ -41,6 +41,13 @@ class SetMode(OfModel, frozen=True):
     mode: str
 
 
+class ProfileOf(OfModel, frozen=True):
+    """``profile``: whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
+
+    for_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
+    batch_max: Annotated[int, Meta(ge=1, le=32)] = 32
+
+
 class Declare(DeclaredLoad, frozen=True, kw_only=True):
     """``declare``: load that is expected, by its event's name."""
 

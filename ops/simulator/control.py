@@ -19,6 +19,7 @@ from broker.core.pool.events import (
     BusRoundTripMade,
     CommandAnswered,
     IngressReported,
+    KeepCosts,
     LeadershipGained,
     OperationSeen,
     PublishDigest,
@@ -223,7 +224,7 @@ class Control:
                     self._take_digest(command.digest)
                 case RaiseAlert():
                     self._meter.alerts += 1
-                case AppendJournal():
+                case AppendJournal() | KeepCosts():
                     pass  # Nobody leads after this scheduler.
                 case Resign():
                     raise AssertionError(command.reason)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from broker.core.plan.availability import Planner
+from broker.core.plan.costs import CostBook
 from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
 from broker.core.pool.catalogue import Catalogue, DeviceKey
 from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import MODELS_PER_DEVICE, SchedulerSettings
-from broker.core.pool.state import COMING, Demand, Device, Flow, Pool, Replica, Reservation
+from broker.core.pool.state import COMING, Demand, Flow, Pool, Replica, Reservation
 from broker.core.pool.transactions import Transactions
 from subjects.ids import ModelHash, ReplicaId, base_name
 from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
@@ -26,7 +27,9 @@ class ViewBuilder:
         catalogue: Catalogue,
         planner: Planner,
         transactions: Transactions,
+        costs: CostBook,
     ) -> None:
+        self._costs = costs
         self._settings = settings
         self._pool = pool
         self._catalogue = catalogue
@@ -39,8 +42,6 @@ class ViewBuilder:
         """Added to the scheduler's clock it gives wall-clock time."""
         self._events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
         """As of so much news in the catalogue."""
-        self._kinds_of: list[Device] | None = None
-        self._kinds: tuple[str, ...] = ()
 
     def build(self, now_s: float) -> PoolView:
         """The pool now, with demand as of the planner's last look, and the flow since the last view."""
@@ -85,15 +86,9 @@ class ViewBuilder:
         return self._events[1]
 
     def priced(self, record: ModelRecord) -> bool:
-        """Whether the policy decides about a model. One that needs costs does so where they are known for some kind of
-        device here; else the model is left to the base rules, and the policy sees neither it nor the memory it holds."""
-        if not self.needs_costs:
-            return True
-        devices = self._pool.devices(usable=False)
-        if devices is not self._kinds_of:
-            self._kinds_of = devices
-            self._kinds = tuple(dict.fromkeys(device.report.device_type for device in devices))
-        return any(kind in record.costs for kind in self._kinds)
+        """Whether the policy decides about a model. One that needs costs does so where some device here has its engine; else
+        the model is left to the base rules, and the policy sees neither it nor the memory it holds."""
+        return not self.needs_costs or self._costs.priced(record)
 
     def _held(self, records: list[ModelRecord], coming: dict[ModelHash, list[Reservation]]) -> dict[DeviceKey, int]:
         """Bytes that these models hold, or were promised, of each device."""
@@ -155,7 +150,7 @@ class ViewBuilder:
         replicas.extend(self._promised(now_s, record, held) for held in promised)
         replicas.sort(key=lambda view: view.replica)
         return ModelView(
-            record=record,
+            record=self._costs.filled(record),
             replicas=tuple(replicas),
             leaving=leaving,
             waiting=demand.waiting,

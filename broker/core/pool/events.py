@@ -13,6 +13,7 @@ from subjects.messages import (
     CommandReply,
     IngressTelemetry,
     JournalEntry,
+    KeptCosts,
     KvOrder,
     ModelRecord,
     Overrides,
@@ -198,6 +199,22 @@ class KvOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class CostsKept:
+    """What was measured and kept before, or what another scheduler has kept just now."""
+
+    entries: tuple[KeptCosts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileAsked:
+    """A person wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
+
+    model_hash: ModelHash
+    for_s: float
+    batch_max: int
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """A person wants one replica out, locked, pinned or not. ``interrupt`` does not let its requests finish there."""
 
@@ -267,6 +284,8 @@ SchedulerEvent = (
     | LeadershipGained
     | LeadershipLost
     | BusRoundTripMade
+    | CostsKept
+    | ProfileAsked
     | Ticked
 )
 
@@ -317,7 +336,14 @@ class Resign:
     reason: str
 
 
-SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign
+@dataclass(frozen=True, slots=True)
+class KeepCosts:
+    """Keep what was measured, over restarts of everything."""
+
+    kept: KeptCosts
+
+
+SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign | KeepCosts
 
 
 # ------------------------------------------------------------------------------------------------------------- decisions
