@@ -148,7 +148,7 @@ def installed_engines() -> tuple[EngineType, ...]:
 
 def engine_versions(engines: Sequence[EngineType]) -> dict[str, str]:
     """The version of vLLM where it is here, under whatever name it was packaged: other versions take other times."""
-    packages = importlib.metadata.packages_distributions().get("vllm", ()) if EngineType.VLLM in engines else ()
+    packages = importlib.metadata.packages_distributions().get("vllm") if EngineType.VLLM in engines else None
     return {EngineType.VLLM.value: importlib.metadata.version(packages[0])} if packages else {}
 
 
