@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from typing import Any
@@ -47,6 +46,8 @@ def profile(model: str, rounds: int, batch_max: int, as_json: bool, nats_url: st
 
 async def _measured(nats_url: str, model: str, rounds: int, batch_max: int) -> dict[str, Any]:
     """The row of the kind of device that was measured, once every round is over."""
+    import asyncio
+
     from ops.control import control
     from subjects.errors import CarpoolError
 

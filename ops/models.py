@@ -208,7 +208,7 @@ def _cell(column: str, value: Any) -> str:
     if column.endswith("_bytes"):
         return size(int(value))
     if isinstance(value, float):
-        return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+        return f"{value:.2f}" if column == "twu" else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
     if isinstance(value, list):
         return ", ".join(str(item) for item in value)
     return str(value)

@@ -19,6 +19,7 @@ from broker.core.scheduler import SchedulerCore
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
+from broker.scheduler.twu import DeviceTwu
 from broker.scheduler.verbs import Apply, OfModel, ProfileOf, Row, Verbs, What, asked
 from subjects import names
 from subjects.bus import Bus
@@ -43,6 +44,7 @@ class Control:
         people: People,
         kv: KvControl,
         transactions: TransactionLog,
+        twu: DeviceTwu,
         *,
         now_s: Callable[[], float],
         unix_offset_s: Callable[[], float],
@@ -55,6 +57,7 @@ class Control:
         self._people = people
         self._kv = kv
         self._transactions = transactions
+        self._twu = twu
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
         self._unload = unload
@@ -280,15 +283,16 @@ class Control:
                 "charged_bytes": core.pool.room(device).charged_bytes,
                 "used_bytes": device.report.used_bytes,
                 "models": sorted(core.catalogue.name(model) for model in core.pool.room(device).models),
-                "note": self._device_note(device),
+                "twu": (twu := self._twu.of(device))[0],
+                "note": self._device_note(device, twu[1]),
             }
             for device in core.pool.devices(usable=False)
             if device.worker.presence is not Presence.DEAD
         ]
 
-    def _device_note(self, device: Device) -> str:
+    def _device_note(self, device: Device, use: str) -> str:
         pool, key = self._core.pool, device.key
-        notes = ["drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
+        notes = [use, "drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
         return "; ".join(note for note in notes if note)
 
     def _queues(self) -> list[Row]:

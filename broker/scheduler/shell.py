@@ -59,6 +59,7 @@ from broker.scheduler.overrides_sync import OverridesSync
 from broker.scheduler.policies import DEFAULT_POLICY, make_policy
 from broker.scheduler.recording import Recorder
 from broker.scheduler.registry_sync import RegistrySync
+from broker.scheduler.twu import DeviceTwu
 from profiles.registry import Registry
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
@@ -160,6 +161,7 @@ class Scheduler:
             on_changed=lambda overrides: self._step(OverridesChanged(overrides)),
         )
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
+        self._twu = DeviceTwu(self.core, config.state_dir, time.monotonic)
         self.control = Control(
             bus,
             self.core,
@@ -167,6 +169,7 @@ class Scheduler:
             people,
             KvControl(self.core, people, step=self._step),
             self.journal.known,
+            self._twu,
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),
@@ -363,6 +366,7 @@ class Scheduler:
     def _on_ingress(self, message: BusMessage) -> None:
         telemetry = self._decoded(message, IngressTelemetry)
         if telemetry is not None:
+            self._twu.hear(telemetry)
             self._step(IngressReported(telemetry))
 
     def _on_event(self, message: BusMessage) -> None:

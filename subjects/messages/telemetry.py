@@ -165,6 +165,8 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     waiting_input_tokens: int = 0
     within_slo: int = 0
     """Of ``finished``: those that met their model's targets."""
+    stress: float = 0.0
+    """Tokens of the last second or so, each times its request's age over what the targets allow: TWU's sum (SCH-6)."""
 
 
 class IngressTelemetry(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.layout import Layout
-from broker.core.plan.learning import DeviceScores, LearningSettings
+from broker.core.plan.learning import DeviceScores
 from broker.core.plan.memory import Memory, MemorySettings
 from broker.core.plan.need import ModelNeed, Needs, NeedSettings, standing
 from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
@@ -133,7 +133,7 @@ class Coordinator:
         self.settings = settings or CoordinatorSettings()
         self.wakes_cold_models = False
         self.needs = Needs(self.settings.needs)
-        scores = DeviceScores(LearningSettings(on=True)) if self.settings.learns_devices else None
+        scores = DeviceScores() if self.settings.learns_devices else None
         self.prospects = Prospects(self.settings.prospects, scores) if self.settings.prospects is not None else None
         self._doomed: dict[ReplicaId, str] = {}
         """Replicas that the plan does without, and why."""

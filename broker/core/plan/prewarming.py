@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, ForecastSettings, Key
-from broker.core.plan.learning import DeviceScores, Signs
+from broker.core.plan.learning import DeviceScores
 from broker.core.plan.need import ModelNeed
 from broker.core.plan.policy import (
     Action,
@@ -310,8 +310,7 @@ class Prospects:
                 ratio, known = replica.step_s / profile_s, self._step_ratio.get(model_hash)
                 self._step_ratio[model_hash] = ratio if known is None else known + 0.1 * (ratio - known)
                 if self.scores is not None:
-                    signs = Signs(arrival_rps=need.rps)
-                    self.scores.observe(model_hash, replica.devices[0], profile_s, replica.step_s, signs)
+                    self.scores.observe(model_hash, replica.devices[0], profile_s, replica.step_s, need.rps)
             elif model_hash in self._step_ratio:
                 step_s, alone_s = replica.step_s, profile_s * self._step_ratio[model_hash] * beside
         return EngineReading(

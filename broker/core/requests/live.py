@@ -10,6 +10,7 @@ import msgspec
 
 from broker.core.requests.affinity import PromptPrefix
 from broker.core.requests.events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S, UNFIT_S
+from profiles.twu import allowed_s
 from subjects.bus import Stored
 from subjects.ids import ModelHash, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
@@ -124,6 +125,8 @@ class LiveRequest:
     ids_complete: bool = True
     sent_in_attempt: bool = False
     first_sent_s: float | None = None
+    stressed_tokens: int = 0
+    """Of them :meth:`stress` was told already."""
     parks_as: tuple[ModelHash, str] = field(init=False)
     queued_as: RequestProfile = field(init=False)
     """Its profile as it waits: in the batch class once it has yielded."""
@@ -186,6 +189,15 @@ class LiveRequest:
         if len(self.choices) == 1 and self.profile.continuable and self.ids_complete:
             self.sent_token_ids.extend(delta.token_ids)
         return Taken.ACCEPTED
+
+    def stress(self, now_s: float) -> float:
+        """Tokens since the last call, the prompt's with the first output, times the age over what the targets allow."""
+        made = sum(choice.next_index for choice in self.choices)
+        tokens = self.profile.input_tokens + made if made else 0
+        new, self.stressed_tokens = tokens - self.stressed_tokens, tokens
+        if self.sla is None or new <= 0:
+            return 0.0
+        return new * (now_s - self.submitted_s) / allowed_s(self.sla.ttft_p95_ms / 1000, self.sla.tpot_ms / 1000, made)
 
     def gaps(self, now_s: float, delta: Delta) -> list[tuple[int, int]]:
         """What to ask again after ``delta`` met a gap, as (choice, from index); each choice once per ``RESEND_EVERY_S``."""
