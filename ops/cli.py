@@ -63,7 +63,7 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------- running parts
 
-_POLICIES = ("carpool", "carpool-learning", "rules")
+_POLICIES = ("carpool", "carpool-learning")
 _RECORDING = click.Path(path_type=Path, dir_okay=False)
 _policy = click.option(
     "--policy",
@@ -232,7 +232,7 @@ def scheduler(
 
     \b
     carpool scheduler --nats nats://10.0.0.5:4222
-    carpool scheduler --policy rules --record decisions.rec
+    carpool scheduler --policy carpool-learning --record decisions.rec
     """
     from ops import parts
 

@@ -333,6 +333,7 @@ def _record(
         warmup_tokens=min(engine.warmup_tokens, context_len // 2),
         min_replicas=strategy.min_replicas,
         max_replicas=strategy.max_replicas,
+        keep_s=strategy.keep_s,
         pinned=strategy.pinned,
         allow_co_location=strategy.allow_co_location,
         tenant=strategy.tenant or "",

@@ -270,6 +270,7 @@ class Agent:
                 ),
                 engines=engines,
                 engine_versions=engine_versions(engines),
+                resizing=tuple(engine for engine in engines if engine is EngineType.SIMULATED),
                 kv=config.kv is not None,
             )
         )

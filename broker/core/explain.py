@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from broker.core.plan.turns import TURN_S
 from broker.core.pool.describe import bytes_text, model_state, seconds_text
 from broker.core.pool.journal import Recorded, Step, TransactionLog
 from broker.core.pool.state import Demand, Replica
@@ -192,7 +193,7 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
     lines: list[str] = []
     note = core.notes.get(record.model_hash)
     if note:
-        lines.append(f"{core.policy.name if core.policy is not None else 'policy'}: {note}")
+        lines.append(f"{core.policy.name}: {note}")
     if refusal:
         lines.append(f"requests are refused: {refusal}")
     if catalogue.locked(record.model_hash):
@@ -261,7 +262,7 @@ def stage_text(transaction: Transaction, now_s: float) -> str:
 def _would_change(
     core: SchedulerCore, record: ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
 ) -> list[str]:
-    catalogue, settings = core.catalogue, core.settings
+    catalogue = core.catalogue
     model = catalogue.model(record.model_hash)
     mode = catalogue.mode(record.model_hash)
     lines: list[str] = []
@@ -284,8 +285,8 @@ def _would_change(
     held = record.min_replicas or catalogue.pinned(record) or catalogue.locked(record.model_hash)
     if serving and not held and not demand.any:
         lines.append("requests for models that lack room: it is idle, so it leaves before busy ones")
-        if settings.idle_unload_s is not None:
-            lines.append(f"{settings.idle_unload_s:g} s without a request: it is unloaded")
+        if record.keep_s is not None:
+            lines.append(f"{record.keep_s:g} s without a request: it is unloaded")
     return lines
 
 
@@ -299,8 +300,7 @@ def _what_a_request_does(core: SchedulerCore, record: ModelRecord) -> str:
     if free_bytes >= record.budget_bytes:
         return f"a request: it is loaded, {bytes_text(free_bytes)} are free on {'/'.join(free.key)}"
     room = f"{bytes_text(record.budget_bytes)} needed, at most {bytes_text(max(0, free_bytes))} free"
-    bound_s = core.settings.minority_wait_s_max
-    return f"a request: others leave for it ({room}); idle ones at once, busy ones after {bound_s:g} s"
+    return f"a request: others leave for it ({room}); idle ones at once, busy ones after {TURN_S:g} s or more"
 
 
 def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[str]:

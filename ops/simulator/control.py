@@ -158,7 +158,13 @@ class Control:
                 for n in range(min(pool.devices_per_node, pool.devices - first))
             )
             agent = AgentCore(
-                agents.AgentSettings(worker=worker, host=str(worker), devices=devices, engines=(EngineType.SIMULATED,))
+                agents.AgentSettings(
+                    worker=worker,
+                    host=str(worker),
+                    devices=devices,
+                    engines=(EngineType.SIMULATED,),
+                    resizing=(EngineType.SIMULATED,),
+                )
             )
             node = self._nodes[worker] = _Node(worker, agent, first, NodeLink(world), pool.host_bytes)
             if self._ladder.all_warm:

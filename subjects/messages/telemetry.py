@@ -68,6 +68,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Running mean of the engine's step time."""
     hit_ratio: float | None = None
     """Share of the last prompts' tokens that the engine found in its prefix cache; None where it does not tell."""
+    resizes_kv: bool = False
+    """Whether its KV budget can be another while it runs; told by one that serves."""
     sums: StepSums | None = None
     """Of all its steps since its start; None where the engine does not tell."""
 
@@ -138,6 +140,8 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     kv: KvReport | None = None
     """Its KV node; None: there is none."""
+    resizing: tuple[EngineType, ...] = ()
+    """Of ``engines``, those whose replicas can change their KV budget while they run, as far as is known beforehand."""
 
 
 class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):

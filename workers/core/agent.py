@@ -199,6 +199,7 @@ class AgentCore:
             host=self._settings.host,
             engines=self._settings.engines,
             engine_versions=dict(self._settings.engine_versions),
+            resizing=self._settings.resizing,
             devices=tuple(
                 self._ledger.report(device.device, self._resident_bytes(device.device)) for device in self._settings.devices
             ),
@@ -234,6 +235,7 @@ class AgentCore:
             step_s=replica.step_s,
             hit_ratio=replica.hit_ratio if serves else None,
             sums=replica.sums if serves else None,
+            resizes_kv=serves and replica.resizes_kv,
         )
 
     @staticmethod

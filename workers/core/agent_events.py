@@ -57,6 +57,8 @@ class AgentSettings:
     engine_versions: Mapping[str, str] = field(default_factory=dict)
     kv: bool = False
     """Whether a KV node belongs to this worker."""
+    resizing: tuple[EngineType, ...] = ()
+    """Of ``engines``, those whose replicas can change their KV budget while they run."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- events

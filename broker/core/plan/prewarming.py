@@ -355,8 +355,11 @@ class Prospects:
     def _act(self, now_s: float, view: PoolView, pairs: Pairs, facts: tuple[Fact, ...]) -> None:
         s = self.settings
         free_bytes = {key: device.free_planned_bytes for key, device in view.devices.items()}
+        fixed = {replica.replica for model, _ in pairs if not model.resizes_kv for replica in model.replicas}
         for action in actions(facts, self._replicas, free_bytes):
             assert isinstance(action, ResizeReplicaKv | SetReplicaConcurrency)
+            if isinstance(action, ResizeReplicaKv) and action.replica in fixed:
+                continue
             before = self._replicas[action.replica]
             was = before.kv_bytes if isinstance(action, ResizeReplicaKv) else before.slots
             self._held[action.replica] = (now_s + self.triggers.settings.quiet_s, action, was)

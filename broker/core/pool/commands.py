@@ -228,8 +228,6 @@ class Orders:
                 devices=transaction.devices,
                 record=transaction.record,
                 replica_name=transaction.replica_name,
-                restores=transaction.restores,
-                by_policy=transaction.by_policy,
                 replicas=tuple(replicas),
                 model_hashes=tuple(model_hashes),
                 forced=forced,
