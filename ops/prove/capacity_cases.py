@@ -115,15 +115,6 @@ async def two_busy(stage: Stage) -> Faults:
         return answered(answers, BUSY_WAIT_S_MAX) + unless(many, f"{len(answers)} answers, at least {BUSY_ANSWERS_MIN}")
 
 
-async def rare_beside_busy(stage: Stage) -> Faults:
-    """Who asks once in a while is not starved by who never pauses."""
-    async with stage.pool(model("busy") + model("rare"), "cpu:1GiB") as seen:
-        busy, *rare = await asyncio.gather(
-            seen.busy(["busy"] * 4, 25, 20), *(seen.ask("rare", delay_s=delay_s) for delay_s in (4.0, 14.0))
-        )
-        return answered(busy) + answered(rare, BUSY_WAIT_S_MAX)
-
-
 async def idle_neighbours(stage: Stage) -> Faults:
     """Thirty-two wait for a model while two others have been idle for long: they leave at once."""
     services = "".join(model(name) for name in ("idle-1", "idle-2", "asked"))
@@ -382,7 +373,6 @@ CASES: dict[str, Case] = {
         three_fit,
         cold_beside_idle,
         two_busy,
-        rare_beside_busy,
         idle_neighbours,
         tenants,
         lengths,

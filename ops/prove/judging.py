@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -47,12 +47,15 @@ def longest_wait_s(answers: Sequence[Answer]) -> float:
     return max(waits_s(answers), default=0.0)
 
 
+def _spans(samples: Sequence[Sample], ended_s: float) -> Iterator[tuple[Sample, float]]:
+    """Each sample and when the next one took its place."""
+    for number, sample in enumerate(samples, 1):
+        yield sample, samples[number].at_s if number < len(samples) else ended_s
+
+
 def device_seconds(samples: Sequence[Sample], ended_s: float) -> float:
     """Seconds that devices held a model in any state, all devices together."""
-    return sum(
-        len(sample.devices) * max(0.0, next_s - sample.at_s)
-        for sample, next_s in zip(samples, [*(sample.at_s for sample in samples[1:]), ended_s], strict=True)
-    )
+    return sum(len(sample.devices) * max(0.0, until_s - sample.at_s) for sample, until_s in _spans(samples, ended_s))
 
 
 def static_device_seconds(samples: Sequence[Sample], ended_s: float) -> float:
@@ -64,9 +67,11 @@ def static_device_seconds(samples: Sequence[Sample], ended_s: float) -> float:
 
 
 def followed_s(samples: Sequence[Sample], model: str, since_s: float) -> float | None:
-    """Seconds from ``since_s`` until ``model`` was seen ready; None: never."""
-    seen = (sample.at_s - since_s for sample in samples if sample.at_s >= since_s and sample.ready(model))
-    return next(seen, None)
+    """Seconds from ``since_s`` until ``model`` was ready, 0 if it was then; None: never. A sample holds until the next."""
+    spans = _spans(samples, float("inf"))
+    ready = (sample.at_s for sample, until_s in spans if until_s > since_s and sample.ready(model))
+    at_s = next(ready, None)
+    return None if at_s is None else max(0.0, at_s - since_s)
 
 
 def attainment(answers: Sequence[Answer], ttft_s: float, tpot_s: float) -> dict[str, float]:
