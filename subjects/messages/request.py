@@ -266,6 +266,8 @@ class RequestAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """From when it began to wait (again) until this grant."""
     lost: bool = False
     """The replica was lost, busy or drained, and the request waited again."""
+    begun: bool = True
+    """False: it was handed over and came back before the replica had begun it; nothing of the answer was lost."""
     prefix_tokens: int = 0
     """Of the prompt, that this replica was chosen for: it is believed not to compute them again."""
 
