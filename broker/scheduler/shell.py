@@ -34,6 +34,7 @@ from broker.core.pool.events import (
     ModelApplied,
     ModelRemoved,
     OperationSeen,
+    OverridesChanged,
     ProfileAsked,
     PublishDigest,
     RaiseAlert,
@@ -47,7 +48,6 @@ from broker.core.pool.events import (
     UnloadRequested,
     WorkerReported,
 )
-from broker.core.pool.overrides import changes
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
 from broker.scheduler.costs_sync import CostsSync
@@ -71,7 +71,6 @@ from subjects.messages import (
     ControlReply,
     ControlRequest,
     IngressTelemetry,
-    Overrides,
     PoolDigest,
     Severity,
     WorkerBeat,
@@ -154,7 +153,12 @@ class Scheduler:
             on_removed=lambda name: self._step(ModelRemoved(name)),
         )
         self.costs = CostsSync(bus, registry, on_kept=lambda entries: self._step(CostsKept(entries)))
-        self.overrides = OverridesSync(bus, registry, leads=lambda: self.lease.holds, on_changed=self._overrides_changed)
+        self.overrides = OverridesSync(
+            bus,
+            registry,
+            leads=lambda: self.lease.holds,
+            on_changed=lambda overrides: self._step(OverridesChanged(overrides)),
+        )
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
         self.control = Control(
             bus,
@@ -231,10 +235,6 @@ class Scheduler:
         await self.registry.start()
         await self.lease.run()
 
-    def _overrides_changed(self, before: Overrides, after: Overrides) -> None:
-        for event in changes(before, after):
-            self._step(event)
-
     def _gained(self, epoch: int) -> None:
         self._tasks.spawn(self._take_over(epoch))
 
@@ -272,7 +272,7 @@ class Scheduler:
                 kind="journal-lost",
                 scope="pool",
                 text=f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less",
-                remedy="carpool doctor",
+                remedy="carpool get timeline",
             )
         )
 
