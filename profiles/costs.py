@@ -62,7 +62,7 @@ def chunk_tokens(costs: StepCosts, tpot_s: float) -> int:
 
 BESIDE_WEIGHT = 0.25
 """Of a point that was taken while a neighbour worked on the device."""
-PRIOR_WEIGHT = 0.02
+PRIOR_WEIGHT = 0.01
 """What holds a cost that no point tells of to its estimate, beside a point's relative error."""
 REWEIGHTS = 20
 _PARTS = StepCosts.__struct_fields__
