@@ -220,6 +220,8 @@ class CostBook:
         if kinds != self._kinds:
             self._kinds = kinds
             self.news += 1
+            for account in self._accounts.values():
+                account.fitted = None  # What its points leave open follows the estimate, which may be another now.
 
     # ----------------------------------------------------------------------------------------------------------- measured
 
