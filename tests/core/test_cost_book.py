@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.core.plan.costs import CORRECTION_MAX, DEVIATION_S, MEASURED_BATCH_MAX, Account, CostBook, Source
+from broker.core.plan.costs import CORRECTION_MAX, DEVIATION_S, MEASURED_BATCH_MAX, SERVER, Account, CostBook, Source
 from broker.core.pool.events import SchedulerSettings
 from broker.core.pool.state import Pool
 from profiles.costs import fit_costs, knee, median_error, nonnegative, sums_between, sums_of, work_s
-from profiles.estimate import SIMULATED, estimate, kind_figures
+from profiles.estimate import SIMULATED, WITHOUT_DEVICE, estimate, kind_figures
 from subjects.ids import DeviceId, ReplicaId, WorkerId
 from subjects.messages import (
     CostPoint,
@@ -21,9 +21,12 @@ from subjects.messages import (
     DeviceReport,
     EngineType,
     KeptCosts,
+    Lane,
+    ModelDemand,
     ModelRecord,
     ReplicaReport,
     ReplicaState,
+    SlaClass,
     StepCosts,
     StepSums,
     WorkerSnapshot,
@@ -245,6 +248,29 @@ def test_another_round_of_a_point_counts_with_the_first() -> None:
     (only,) = kept.points
     assert not only.beside and only.sums.steps == 20
     assert stage.measured() is None
+
+
+def test_servers_are_known_by_their_answers() -> None:
+    """An engine behind a URL costs plans next to nothing; its times follow from first tokens and further ones."""
+    one = record("m", engine_type=EngineType.OPENAI_HTTP)
+    stage = Stage(one)
+    row = ModelDemand(
+        model_hash=one.model_hash,
+        sla_class=SlaClass.SILVER,
+        lane=Lane.SMALL,
+        finished=4,
+        input_tokens=4000,
+        output_tokens=404,
+        ttft_s_sum=2.0,
+        latency_s_sum=10.0,
+    )
+    (before,) = stage.book.rows(one)
+    assert before.costs == WITHOUT_DEVICE and before.device_type == SERVER
+    stage.book.served([row, row], stage.records)
+    (after,) = stage.book.rows(one)
+    assert after.source is Source.MEASURED
+    assert (after.costs.prefill_token_s, after.costs.step_const_s) == pytest.approx((0.0005, 0.02))
+    assert stage.book.costs_of(one, H100)[0] == WITHOUT_DEVICE
 
 
 # ------------------------------------------------------------------------------------------------------------- correction
