@@ -81,8 +81,6 @@ class KeptCosts(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[CostPoint, ...] = ()
     whole: bool = False
     """Whether all the points were taken: three lengths of prompts, three batch sizes, as far as the engine has room."""
-    correction: float = 1.0
-    """Seconds that steps take, over what the fit to the points says."""
     at_unix_s: float = 0.0
 
 

@@ -199,14 +199,14 @@ def test_every_kind_here_has_costs() -> None:
     stage = Stage(one, kinds=(H100, "l4-24gb"))
     filled = stage.book.filled(one)
     assert filled.costs[H100] == TRUE and filled.costs["l4-24gb"].step_const_s > TRUE.step_const_s
-    assert stage.book.filled(one) is filled and stage.book.priced(one)
+    assert stage.book.filled(one) is filled
     assert Stage(one).book.filled(one) is one
 
 
 def test_a_model_whose_engine_is_nowhere_has_no_costs() -> None:
-    """Nothing here runs a simulated engine."""
+    """Nothing here runs a simulated engine: no plan can be made with it."""
     stage = Stage(model())
-    assert not stage.book.priced(record("s"))
+    assert stage.book.filled(record("s")).costs == {}
     assert stage.book.costs_of(record("s"), H100) == (SIMULATED, Source.GIVEN)
 
 

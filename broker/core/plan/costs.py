@@ -100,10 +100,11 @@ class Account:
     """The last that happened, of ``ERROR_STEPS`` steps or a little more."""
     window_steps: int = 0
 
-    def restart(self, correction: float = 1.0) -> None:
-        """The costs below it are others now."""
-        self.ratio = self.correction = correction
-        self.steps = 0
+    def restart(self) -> None:
+        """The costs are others now: what happened so far says nothing of them."""
+        self.ratio = self.correction = 1.0
+        self.steps = self.window_steps = 0
+        self.windows.clear()
         self.off_since_s = math.inf
         self.deviates = False
 
@@ -177,11 +178,6 @@ class CostBook:
         filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
         self._filled[record.model_hash] = (record, self.news, filled)
         return filled
-
-    def priced(self, record: ModelRecord) -> bool:
-        """Whether costs are known where it could run here."""
-        costs = self.filled(record).costs
-        return any(kind in costs for kind in self._kinds)
 
     def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
         """Without correction."""
@@ -273,7 +269,7 @@ class CostBook:
 
     def _take(self, account: Account, kept: KeptCosts) -> None:
         account.kept, account.fitted = kept, None
-        account.restart(kept.correction)
+        account.restart()
         self.news += 1
 
     def _account(self, key: Key) -> Account:
