@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 from broker.core.pool.state import Device, Pool
-from profiles.costs import engine_name, fit_costs, median_error, sums_between, sums_of, work_s
+from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
 from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
 from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import (
@@ -235,7 +235,7 @@ class CostBook:
 
     def measured(self, now_s: float, event: CostsMeasured, record: ModelRecord) -> KeptCosts | None:
         """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
-        points = tuple(point for point in event.points if point.sums.busy_s > 0)
+        points = tuple(point for point in event.points if is_sane(point.sums))
         account = self._account(_key(record, event.device_type))
         old = account.kept
         anew = old is None or account.deviates or old.engine != event.engine
@@ -298,7 +298,7 @@ class CostBook:
                 continue
             known[replica.replica] = replica.sums
             record = records.get(replica.model_hash)
-            if record is None or window.steps <= 0 or window.busy_s <= 0 or _has_company(replica, snapshot.replicas):
+            if record is None or not is_sane(window) or _has_company(replica, snapshot.replicas):
                 continue
             kind = kinds.get(replica.device, "")
             account = self._account(_key(record, kind))
@@ -336,6 +336,8 @@ class CostBook:
         for row in rows:
             record = records.get(row.model_hash)
             if record is None or record.engine_type is not EngineType.OPENAI_HTTP or row.output_tokens <= row.finished:
+                continue
+            if not 0 <= row.ttft_s_sum <= row.latency_s_sum < math.inf:
                 continue
             account = self._account(_key(record, SERVER))
             steps = row.output_tokens - row.finished
