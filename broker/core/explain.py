@@ -5,13 +5,14 @@ Everything here reads the core and changes nothing, not even a cache that a late
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from broker.core.plan.turns import TURN_S
 from broker.core.pool.describe import bytes_text, model_state, seconds_text
 from broker.core.pool.journal import Recorded, Step, TransactionLog
-from broker.core.pool.state import Demand, Device, Presence, Replica
+from broker.core.pool.state import Demand, Replica
 from broker.core.pool.transaction import Stage, Transaction
 from broker.core.scheduler import SchedulerCore
 from subjects.ids import ReplicaId
@@ -94,6 +95,8 @@ class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
     estimated_wait_s: float
     replicas: tuple[ReplicaExplained, ...]
     why: tuple[str, ...]
+    costs: tuple[str, ...]
+    """By kind of device: where the numbers come from that decisions go by, and how far they are off."""
     waits_for: tuple[str, ...]
     would_change: tuple[str, ...]
     actions: tuple[TimelineEntry, ...]
@@ -128,6 +131,7 @@ def explain_model(
         estimated_wait_s=told.estimated_wait_s if told is not None else 0.0,
         replicas=tuple(_replica(core, record, replica) for replica in replicas),
         why=tuple(_why(core, record, refusal, actions)),
+        costs=tuple(_costs(core, record)),
         waits_for=tuple(_waits_for(core, record, now_s)),
         would_change=tuple(_would_change(core, record, demand, replicas, now_s)),
         actions=tuple(actions[:ACTIONS_MAX]),
@@ -189,7 +193,7 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
     lines: list[str] = []
     note = core.notes.get(record.model_hash)
     if note:
-        lines.append(f"{core.policy.name if core.policy is not None else 'policy'}: {note}")
+        lines.append(f"{core.policy.name}: {note}")
     if refusal:
         lines.append(f"requests are refused: {refusal}")
     if catalogue.locked(record.model_hash):
@@ -212,6 +216,15 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
     if not lines:
         lines.append("nothing was decided about it yet")
     return lines
+
+
+def _costs(core: SchedulerCore, record: ModelRecord) -> Iterator[str]:
+    """Which numbers are gone by, and whether they are right."""
+    for row in core.costs.rows(record):
+        source = f"{row.source.value} with {row.engine}, {len(row.points)} points" if row.points else row.source.value
+        error = f", off by {row.error:.0%} over the last {row.steps} steps" if row.steps else ""
+        wrong = ": they take another time for good" if row.deviates else ""
+        yield f"on {row.device_type or 'the devices here'} {source}{error}{wrong}"
 
 
 def _waits_for(core: SchedulerCore, record: ModelRecord, now_s: float) -> list[str]:
@@ -249,7 +262,7 @@ def stage_text(transaction: Transaction, now_s: float) -> str:
 def _would_change(
     core: SchedulerCore, record: ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
 ) -> list[str]:
-    catalogue, settings = core.catalogue, core.settings
+    catalogue = core.catalogue
     model = catalogue.model(record.model_hash)
     mode = catalogue.mode(record.model_hash)
     lines: list[str] = []
@@ -264,8 +277,6 @@ def _would_change(
     )
     if model.failures:
         lines.append(f"`carpool apply` of a corrected service: its {model.failures} failed loads are forgotten")
-    if core.policy is not None and (kinds := _kinds_without_costs(core, record)):
-        lines.append(f"costs on {', '.join(kinds)} (`resources.costs`): without them its capacity there is unknown")
     serving = [replica for replica in replicas if replica.replica not in core.pool.leaving]
     if not serving and not catalogue.locked(record.model_hash):
         lines.append(_what_a_request_does(core, record))
@@ -274,8 +285,8 @@ def _would_change(
     held = record.min_replicas or catalogue.pinned(record) or catalogue.locked(record.model_hash)
     if serving and not held and not demand.any:
         lines.append("requests for models that lack room: it is idle, so it leaves before busy ones")
-        if settings.idle_unload_s is not None:
-            lines.append(f"{settings.idle_unload_s:g} s without a request: it is unloaded")
+        if record.keep_s is not None:
+            lines.append(f"{record.keep_s:g} s without a request: it is unloaded")
     return lines
 
 
@@ -289,17 +300,7 @@ def _what_a_request_does(core: SchedulerCore, record: ModelRecord) -> str:
     if free_bytes >= record.budget_bytes:
         return f"a request: it is loaded, {bytes_text(free_bytes)} are free on {'/'.join(free.key)}"
     room = f"{bytes_text(record.budget_bytes)} needed, at most {bytes_text(max(0, free_bytes))} free"
-    bound_s = core.settings.minority_wait_s_max
-    return f"a request: others leave for it ({room}); idle ones at once, busy ones after {bound_s:g} s"
-
-
-def _kinds_without_costs(core: SchedulerCore, record: ModelRecord) -> list[str]:
-    kinds = {device.report.device_type for device in _living(core)}
-    return sorted(kind for kind in kinds if kind and kind not in record.costs)
-
-
-def _living(core: SchedulerCore) -> list[Device]:
-    return [device for device in core.pool.devices(usable=False) if device.worker.presence is not Presence.DEAD]
+    return f"a request: others leave for it ({room}); idle ones at once, busy ones after {TURN_S:g} s or more"
 
 
 def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[str]:

@@ -104,6 +104,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     endpoint: Endpoint = Endpoint.CHAT
     body: bytes = b""
     prompt_token_ids: tuple[int, ...] = ()
+    """Never filled and never read: the replica renders ``body``. Peers of older versions have the field."""
     sent_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     max_tokens: int = 0

@@ -13,9 +13,10 @@ from subjects.messages import (
     CommandReply,
     IngressTelemetry,
     JournalEntry,
+    KeptCosts,
     KvOrder,
-    Mode,
     ModelRecord,
+    Overrides,
     PoolDigest,
     WorkerCommand,
     WorkerEvent,
@@ -43,16 +44,8 @@ class SchedulerSettings:
     """Silence is counted between two round trips on our own bus at most this far apart, and at no other time."""
     ingress_silent_s: float = 2.0
     """The demand of a gateway that is silent this long is forgotten."""
-    residency_s_min: float = 5.0
-    """How long a replica stays after it became ready, unless it is idle for ``idle_release_s``."""
-    idle_release_s: float = 2.0
-    """A model without demand for this long may leave at once: waiting out its residency would help nobody."""
-    minority_wait_s_max: float = 10.0
-    """While a waiting model has waited less than this, a busy resident keeps serving (same-model grouping)."""
     drain_s: float = 30.0
     """How long a drained replica may finish its requests; then they are given back and continue elsewhere."""
-    failing_victim_idle_s: float = 60.0
-    """A model whose last load failed may evict only what nobody has used for this long."""
     backoff_s_min: float = 2.0
     backoff_s_max: float = 60.0
     """Doubling between these two bounds gives at most five attempts in the first minute."""
@@ -71,10 +64,6 @@ class SchedulerSettings:
     """How often one command is sent without any answer before its step has failed."""
     ask_again_s: float = 5.0
     """An accepted operation without an end is asked for again this often: its event may have been lost."""
-    scale_out_wait_s: float = 2.0
-    """Waiting this long beside ready replicas asks for one more, in free room only."""
-    idle_unload_s: float | None = None
-    """Unload what was idle this long, even if nobody needs the room; None keeps it."""
     worker_missing_s: float = 10.0
     """Requests wait this long for a worker that could run them before they are refused."""
     worker_forgotten_s: float = 60.0
@@ -95,11 +84,7 @@ class SchedulerSettings:
     """Whether a policy may interrupt answers that run: only where gateways let them go on elsewhere (REL-2). Else every stop
     drains."""
     models_per_device_max: int | None = None
-    """Different models that may share a device (SCH-3). None: the base rules go by room alone, policies by 2."""
-
-
-MODELS_PER_DEVICE = 2
-"""Different models per device unless somebody sets another number (SCH-3)."""
+    """Different models that may share a device (SCH-3); None: as many as its memory holds."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -170,17 +155,15 @@ class ModelRemoved:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPinned:
-    """A person pinned a model: it is never evicted. Wins over the record."""
+class OverridesChanged:
+    """People's words that win over automatic decisions: all that hold from now on, in place of those that held before.
 
-    name: str
+    A pin or mode wins over the record; nothing automatic starts, stops or changes a replica of a locked model, on a locked
+    device, or one that is locked itself; a drained worker or device (by its worker's name without incarnation) takes nothing
+    new, and what is there leaves, locked, pinned or not; an event is load that is known beforehand.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class ModelUnpinned:
-    """A person took a pin away. Wins over the record."""
-
-    name: str
+    overrides: Overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,47 +183,19 @@ class KvOrdered:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLocked:
-    """A person locked a model: nothing automatic starts, stops or changes a replica of it until it is unlocked."""
+class CostsKept:
+    """What was measured and kept before, or what another scheduler has kept just now."""
 
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelUnlocked:
-    """A person took a lock away."""
-
-    name: str
+    entries: tuple[KeptCosts, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ModeSet:
-    """A person set how far the scheduler may go with a model; wins over the record. None gives the record its say again."""
+class ProfileAsked:
+    """A person wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
 
-    name: str
-    mode: Mode | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadDeclared:
-    """A person knows of load beforehand: a launch, a sale, a nightly batch. Replaces what was declared by this name."""
-
-    name: str
-    begin_unix_s: float
-    end_unix_s: float
-    model: str = ""
-    """Its name; empty: every model."""
-    factor: float = 1.0
-    """So many times what the load would be."""
-    at_least: float = 0.0
-    """GPU-seconds of work per second."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadWithdrawn:
-    """A person took that back."""
-
-    name: str
+    model_hash: ModelHash
+    for_s: float
+    batch_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,55 +206,6 @@ class DrainRequested:
     interrupt: bool = False
     bound_s: float | None = None
     """How long its requests may take to finish; None takes ``drain_s``."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerClosed:
-    """A person drains a worker (by its name without incarnation), or one device of it: nothing new goes there, and what is
-    there leaves, locked, pinned or not."""
-
-    name: str
-    device: DeviceId | None = None
-    bound_s: float | None = None
-    """How long the requests there may take to finish; None takes ``drain_s``."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOpened:
-    """A closed worker or device may take work again."""
-
-    name: str
-    device: DeviceId | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLocked:
-    """A person locked a device (of workers of that name, without incarnation): nothing comes or goes there by itself."""
-
-    name: str
-    device: DeviceId
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUnlocked:
-    """A person took that lock away."""
-
-    name: str
-    device: DeviceId
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLocked:
-    """A person locked a replica: nothing automatic stops or changes it."""
-
-    replica: ReplicaId
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaUnlocked:
-    """A person took that lock away."""
-
-    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,27 +259,17 @@ SchedulerEvent = (
     | RegistryLoaded
     | ModelApplied
     | ModelRemoved
-    | ModelPinned
-    | ModelUnpinned
+    | OverridesChanged
     | UnloadRequested
     | KvOrdered
-    | ModelLocked
-    | ModelUnlocked
-    | ModeSet
-    | LoadDeclared
-    | LoadWithdrawn
     | DrainRequested
-    | WorkerClosed
-    | WorkerOpened
-    | DeviceLocked
-    | DeviceUnlocked
-    | ReplicaLocked
-    | ReplicaUnlocked
     | JournalRestored
     | DigestRestored
     | LeadershipGained
     | LeadershipLost
     | BusRoundTripMade
+    | CostsKept
+    | ProfileAsked
     | Ticked
 )
 
@@ -424,7 +320,14 @@ class Resign:
     reason: str
 
 
-SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign
+@dataclass(frozen=True, slots=True)
+class KeepCosts:
+    """Keep what was measured, over restarts of everything."""
+
+    kept: KeptCosts
+
+
+SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign | KeepCosts
 
 
 # ------------------------------------------------------------------------------------------------------------- decisions
