@@ -219,7 +219,9 @@ class SchedulerCore:
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
         if self.pool.is_news(event.telemetry):
-            self.fairness.take(event.telemetry.demand, self.catalogue.records_by_hash())
+            records = self.catalogue.records_by_hash()
+            self.fairness.take(event.telemetry.demand, records)
+            self.costs.served(event.telemetry.demand, records)
         starts = self.pool.ingress(now_s, event.telemetry)
         self._look_now |= any(self.feasibility.replicas_count(model_hash) == 0 for model_hash in starts)
         return bool(starts)

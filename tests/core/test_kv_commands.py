@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from broker.core.explain import explain_transaction
+from broker.scheduler.explain import explain_transaction
 from broker.core.pool.events import (
     AppendJournal,
     JournalRestored,

@@ -25,6 +25,7 @@ from subjects.messages import (
     CostsMeasured,
     EngineType,
     KeptCosts,
+    ModelDemand,
     ModelRecord,
     ReplicaReport,
     ReplicaState,
@@ -51,6 +52,11 @@ ERROR_STEPS = 1000
 MEASURED_BATCH_MAX = 8
 """What replicas measure by themselves goes up to this batch; ``carpool profile`` asks for more."""
 POINTS_MAX = 96
+SERVER = "server"
+"""In place of a kind of device, for engines behind a URL: what they compute is no device's of this pool, so plans count next
+to nothing for them, and their times are what answers tell."""
+SERVED_TOKENS = 20_000
+"""About so many of the last answers' tokens tell of them."""
 
 
 class Source(Enum):
@@ -88,6 +94,8 @@ class Account:
     """Since when the ratio says that the measurement is wrong; infinite: it does not."""
     deviates: bool = False
     """Whether that has lasted."""
+    served: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
     windows: deque[StepSums] = field(default_factory=deque)
     """The last that happened, of ``ERROR_STEPS`` steps or a little more."""
     window_steps: int = 0
@@ -143,9 +151,11 @@ class CostBook:
         if given is not None:
             return given, Source.GIVEN
         self._look_at_kinds()
+        account = self._accounts.get(_key(record, device_type))
+        if device_type == SERVER and account is not None and account.fitted is not None:
+            return account.fitted, Source.MEASURED
         if record.engine_type is not EngineType.VLLM:
             return self._estimate(record, device_type), Source.GIVEN
-        account = self._accounts.get(_key(record, device_type))
         base, source = self._base(record, device_type, account)
         if account is None:
             return base, source
@@ -220,6 +230,10 @@ class CostBook:
         if kinds != self._kinds:
             self._kinds = kinds
             self.news += 1
+            for account in self._accounts.values():
+                if account.kept is None:
+                    continue
+                account.fitted = None  # What its points leave open follows the estimate, which may be another now.
 
     # ----------------------------------------------------------------------------------------------------------- measured
 
@@ -321,6 +335,21 @@ class CostBook:
         account.deviates = account.deviates or lasts
         return newly
 
+    def served(self, rows: Iterable[ModelDemand], records: Mapping[ModelHash, ModelRecord]) -> None:
+        """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
+        for row in rows:
+            record = records.get(row.model_hash)
+            if record is None or record.engine_type is not EngineType.OPENAI_HTTP or row.output_tokens <= row.finished:
+                continue
+            account = self._account(_key(record, SERVER))
+            steps = row.output_tokens - row.finished
+            new = (row.ttft_s_sum, float(row.input_tokens), row.latency_s_sum - row.ttft_s_sum, float(steps))
+            fade = 0.5 ** (steps / SERVED_TOKENS)
+            first_s, prompt_tokens, rest_s, rest = (fade * old + more for old, more in zip(account.served, new, strict=True))
+            account.served = (first_s, prompt_tokens, rest_s, rest)
+            account.steps += steps
+            account.fitted = StepCosts(prefill_token_s=first_s / max(1.0, prompt_tokens), step_const_s=rest_s / rest)
+
     # ------------------------------------------------------------------------------------------------ what to measure next
 
     def profile(self, now_s: float, model_hash: ModelHash, for_s: float, batch_max: int) -> None:
@@ -376,9 +405,11 @@ class CostBook:
 
     def rows(self, record: ModelRecord) -> list[CostsRow]:
         """One for each kind of device here that the model could run on, and for each that it was measured on."""
-        filled = self.filled(record)
         deployment = deployment_of(record)
-        kinds = dict.fromkeys(filled.costs) | dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
+        kinds = dict.fromkeys(self.filled(record).costs)
+        if record.engine_type is EngineType.OPENAI_HTTP:
+            kinds = {SERVER: None}
+        kinds |= dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
         rows = []
         for kind in sorted(kinds):
             costs, source = self.costs_of(record, kind)
