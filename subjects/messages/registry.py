@@ -121,7 +121,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     min_replicas: int = 0
     max_replicas: int = 1
     keep_s: float | None = None
-    """How long it stays loaded without any request while nobody else needs its place; None: as long as the pool keeps one."""
+    """How long it stays loaded without a request while nobody else needs its place; None: as long as the pool keeps one."""
     pinned: bool = False
     allow_co_location: bool = True
     tenant: str = ""

@@ -23,7 +23,7 @@ from broker.scheduler.recording import Recorder, replay
 from subjects.errors import ConfigError
 from tests.core.scheduler_world import World, record
 
-SETTINGS = SchedulerSettings(minority_wait_s_max=3.0, residency_s_min=1.0)
+SETTINGS = SchedulerSettings(drain_s=20.0)
 MEGABYTE = 1 << 20
 
 
@@ -31,7 +31,6 @@ class Turns:
     """A policy with a memory of its own: each model in turn, wherever there is room."""
 
     name = "turns"
-    wakes_cold_models = True
 
     def __init__(self) -> None:
         self.turn = 0
