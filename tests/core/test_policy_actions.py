@@ -462,7 +462,7 @@ def test_a_wide_model_is_placed_or_told_why_it_never_can_be() -> None:
     pool.demand(wider=0.2)
     pool.tick(1.1)
     assert pool.refusal("wider") == "needs 8 linked devices of 1.0 GiB, no worker has more than 4"
-    full = Pool(A, B, wide)
+    full = Pool(record("a", max_replicas=2), B, wide)
     full.resizes = False
     full.core.policy = Coordinator()
     for gpu in (0, 1, 2):

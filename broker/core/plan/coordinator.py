@@ -188,12 +188,15 @@ class Coordinator:
     def _decided(
         self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]
     ) -> Decision:
+        s = self.settings
         seen = (
             tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
             tuple([model.record.model_hash for model, _ in pairs]),
         )
         due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
-        starved = any(model.waiting and not model.replicas for model, _ in pairs)
+        starved = any(
+            model.waiting and (not model.replicas or model.oldest_wait_s >= s.needs.late_s) for model, _ in pairs
+        )
         if not due and not starved and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
@@ -520,6 +523,7 @@ class Coordinator:
         if not self._doomed and not self._closed:
             return
         self._closed = {replica: since for replica, since in self._closed.items() if replica in look.replicas}
+        planned = {block.need for block in blocks}
         coming = {block.need for block in blocks if block.replica is None or not look.ready(block.replica)}
         served = {block.need for block in blocks if block.replica is not None and look.ready(block.replica)}
         for index, model in enumerate(look.models):
@@ -530,7 +534,7 @@ class Coordinator:
                     if doomed:
                         stops[replica] = StopReplica(replica, self._doomed[replica])
                     continue
-                wanted = look.problem.needs[index].replicas_min > 0
+                wanted = look.problem.needs[index].replicas_min > 0 and index in planned
                 closes = doomed and index not in coming and (index in served or not wanted)
                 if closes and replica not in self._closed:
                     self._closed[replica] = now_s

@@ -359,8 +359,8 @@ class Needs:
             need.last_seen_s = now_s
 
     def _seated(self, model: ModelView) -> float:
-        """Requests that should have a seat now: those that run, and of those that wait a few; all of them where they wait for
-        long because no seat is free."""
+        """Requests that should have a seat now: those that run, and a few of those that wait; all that wait where they do so
+        for long because no seat is free."""
         s = self.settings
         ready = [replica for replica in model.replicas if replica.state is ReplicaState.READY]
         if model.oldest_wait_s < s.late_s or model.running < s.full_share * sum(replica.slots for replica in ready):
