@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,10 +84,13 @@ def estimate_text(record: ModelRecord) -> str:
     """What its steps should cost on each kind of device of this machine, marked as nobody's measurement."""
     import os
 
+    import structlog
+
     from profiles.estimate import estimate, figures
     from subjects.messages import DeviceReport
     from workers.devices import parse_devices
 
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     lines = []
     for device in {device.device_type: device for device in parse_devices(())}.values():
         threads = len(os.sched_getaffinity(0))

@@ -76,6 +76,8 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 
+MEASURES_EVERY_S = 1.0
+"""How often it is looked who should measure costs."""
 DEVICES_AT_ONCE_MAX = 64
 DECISION_GAP_S = 20e-6
 """In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together; and
@@ -112,6 +114,7 @@ class SchedulerCore:
         self._unfinished: tuple[JournalEntry, ...] = ()
         self._undecided = False
         self._gathers_until_s = -math.inf
+        self._measures_due_s = -math.inf
         self._scanned: tuple[int, int] | None = None
         self._told: tuple[int, int, int, int] | None = None
         self._looked_s = -math.inf
@@ -469,5 +472,7 @@ class SchedulerCore:
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
                 self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
-        self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_hash())
+        if now_s >= self._measures_due_s:
+            self._measures_due_s = now_s + MEASURES_EVERY_S
+            self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_hash())
         out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))

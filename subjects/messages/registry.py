@@ -78,6 +78,8 @@ class KeptCosts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 1
     engine: str = ""
     """Engine and version, such as ``vllm-0.11.0``."""
+    costs: StepCosts
+    """Fitted to the points."""
     points: tuple[CostPoint, ...] = ()
     whole: bool = False
     """Whether all the points were taken: three lengths of prompts, three batch sizes, as far as the engine has room."""

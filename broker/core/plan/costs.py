@@ -85,6 +85,7 @@ class Account:
 
     kept: KeptCosts | None = None
     fitted: StepCosts | None = None
+    """As kept, or of a server as its answers tell."""
     ratio: float = 1.0
     """Running mean over steps of the time that they took, over what the costs say without correction."""
     correction: float = 1.0
@@ -175,7 +176,10 @@ class CostBook:
         for kind, (_, engines) in self._kinds.items():
             if engines is None or record.engine_type in engines:
                 costs[kind] = self.costs_of(record, kind)[0]
-        filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
+        if known is not None and known[0] is record and known[2].costs == costs:
+            filled = known[2]
+        else:
+            filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
         self._filled[record.model_hash] = (record, self.news, filled)
         return filled
 
@@ -183,9 +187,7 @@ class CostBook:
         """Without correction."""
         if record.costs.get(device_type) is not None:
             return record.costs[device_type], Source.GIVEN
-        if account is not None and account.kept is not None and account.kept.points:
-            if account.fitted is None:  # The registry may be read after what was kept.
-                account.fitted = fit_costs(account.kept.points, self._from_elsewhere(record, device_type))
+        if account is not None and account.fitted is not None:
             return account.fitted, Source.MEASURED
         return self._from_elsewhere(record, device_type), Source.ESTIMATED
 
@@ -226,10 +228,6 @@ class CostBook:
         if kinds != self._kinds:
             self._kinds = kinds
             self.news += 1
-            for account in self._accounts.values():
-                if account.kept is None:
-                    continue
-                account.fitted = None  # What its points leave open follows the estimate, which may be another now.
 
     # ----------------------------------------------------------------------------------------------------------- measured
 
@@ -248,12 +246,15 @@ class CostBook:
                 cells[_cell(point)] = point
             elif known.beside or not point.beside:  # Another round: they weigh alike.
                 cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
+        taken = tuple(cells.values())[-POINTS_MAX:]
+        self._look_at_kinds()
         kept = KeptCosts(
             deployment=deployment_of(record),
             device_type=event.device_type,
             gpus=record.gpus,
             engine=event.engine,
-            points=tuple(cells.values())[-POINTS_MAX:],
+            costs=fit_costs(taken, self._from_elsewhere(record, event.device_type)) if points or old is None else old.costs,
+            points=taken,
             whole=event.whole or (not anew and old is not None and old.whole),
             at_unix_s=now_s + self.unix_offset_s,
         )
@@ -268,7 +269,7 @@ class CostBook:
                 self._take(account, kept)
 
     def _take(self, account: Account, kept: KeptCosts) -> None:
-        account.kept, account.fitted = kept, None
+        account.kept, account.fitted = kept, kept.costs
         account.restart()
         self.news += 1
 
