@@ -536,8 +536,8 @@ def test_a_tenants_devices_are_its_own() -> None:
 
 
 def test_persistent_waiting_adds_a_replica() -> None:
-    """A model that keeps waiting beside a ready replica gets another one, up to its maximum: the place of an idle model where
-    none is free, never that of a busy one."""
+    """A model that keeps waiting beside a ready replica gets another one, up to its maximum: the place of an idle model
+    where none is free, never that of a busy one."""
     for busy in (False, True):
         world = World(record("a", max_replicas=2), B)
         world.agent("w1", cpu0=1.0)

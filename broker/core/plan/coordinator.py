@@ -194,9 +194,7 @@ class Coordinator:
             tuple([model.record.model_hash for model, _ in pairs]),
         )
         due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
-        starved = any(
-            model.waiting and (not model.replicas or model.oldest_wait_s >= s.needs.late_s) for model, _ in pairs
-        )
+        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= s.needs.late_s) for model, _ in pairs)
         if not due and not starved and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
