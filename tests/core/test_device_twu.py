@@ -40,7 +40,13 @@ class Pool:
 
     def hear(self, record: object, stress: float) -> None:
         """A gateway counted so much for a model."""
-        row = ModelDemand(model_hash=record.model_hash, sla_class=SlaClass.GOLD, lane=Lane.SMALL, stress=stress)  # type: ignore[attr-defined]
+        row = ModelDemand(
+            deployment=record.deployment,
+            model_hash=record.model_hash,
+            sla_class=SlaClass.GOLD,
+            lane=Lane.SMALL,
+            stress=stress,
+        )  # type: ignore[attr-defined]
         self.twu.hear(IngressTelemetry(ingress=IngressId("g"), sequence=1, demand=(row,)))
 
     def read(self) -> tuple[float | None, str]:
