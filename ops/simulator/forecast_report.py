@@ -28,7 +28,7 @@ from ops.simulator import week
 from ops.simulator.models import work_s
 from ops.simulator.types import SimModel, Trace, Workload
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 HORIZONS_S = (1, 3, 10, 120, 1800)
 SHORT_TERM_S = 120
@@ -44,7 +44,7 @@ Floats = npt.NDArray[np.float64]
 class Demand:
     """What arrives for one model, per second: [length class, second]. ``gaps`` marks seconds of which nothing is known."""
 
-    model_hash: ModelHash
+    deployment: DeploymentKey
     work: Floats
     requests: Floats
     gaps: npt.NDArray[np.bool_] | None = None
@@ -84,7 +84,7 @@ def demand_of(model: SimModel, number: int, trace: Trace, begin_s: float, end_s:
         chosen = classes == number_of_class
         work[number_of_class] = np.bincount(place[chosen], weights=each[chosen], minlength=seconds)
         requests[number_of_class] = np.bincount(place[chosen], minlength=seconds)
-    return Demand(model.model_hash, work, requests)
+    return Demand(model.deployment, work, requests)
 
 
 def evaluate(
@@ -107,7 +107,7 @@ def evaluate(
     gaps = np.zeros(seconds, dtype=np.bool_) if demand.gaps is None else demand.gaps
     unknown = np.concatenate([[0], np.cumsum(gaps)])
     forecaster = Forecaster()
-    key: Key = (demand.model_hash, ALL_CLASSES)
+    key: Key = (demand.deployment, ALL_CLASSES)
     library = _Holt(DAY_S // 60 if seconds > 2 * DAY_S else 0) if holt else None
     every = {horizon_s: 7 if horizon_s < 10 else max(29, horizon_s // 4 + 1) for horizon_s in horizons_s}
     work, requests = demand.work.T.tolist(), demand.requests.T.astype(int).tolist()
@@ -141,7 +141,7 @@ def evaluate(
                 if by_class is not None:
                     for place in range(3):
                         class_came = float(class_sums[place, end] - class_sums[place, now]) / horizon_s
-                        class_said = forecaster.predict(float(now), (demand.model_hash, place), float(horizon_s)).mean
+                        class_said = forecaster.predict(float(now), (demand.deployment, place), float(horizon_s)).mean
                         by_class.add("forecast", horizon_s, class_said, class_came)
                         past = float(class_sums[place, now] - class_sums[place, max(0, begin)]) / (now - max(0, begin))
                         by_class.add("naive", horizon_s, past, class_came)
@@ -149,7 +149,7 @@ def evaluate(
             continue
         for place in range(3):
             if requests[now][place]:
-                forecaster.observe(now + 0.5, (demand.model_hash, place), work[now][place], requests[now][place])
+                forecaster.observe(now + 0.5, (demand.deployment, place), work[now][place], requests[now][place])
         forecaster.heard(float(now + 1))
         if library is not None and now % 60 == 59:
             library.learn(mean(now - 59, now + 1))
@@ -194,8 +194,8 @@ def report(name: str, seed: int, days: int = 3, *, classes: bool = True, holt: b
             work, requests = line.work_per_s(seed, days)
             empty = np.zeros_like(work)
             gaps = np.repeat(line.rate_rps[: days * DAY_S // week.CELL_S] == 0.0, week.CELL_S)
-            model_hash = ModelHash(f"{number:064x}")
-            demand = Demand(model_hash, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
+            deployment = DeploymentKey(f"{number:064x}")
+            demand = Demand(deployment, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
             evaluate(demand, errors, score_from_s=DAY_S, holt=holt)
     else:
         from ops.simulator.workloads import workload
