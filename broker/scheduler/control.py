@@ -19,6 +19,7 @@ from broker.core.scheduler import SchedulerCore
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
+from profiles.deployment import with_deployment
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
@@ -89,7 +90,7 @@ class Control:
     # ------------------------------------------------------------------------------------------------------------- verbs
 
     async def _apply(self, argument: Row) -> list[Row]:
-        records = msgspec.convert(argument.get("records"), list[ModelRecord])
+        records = [with_deployment(one) for one in msgspec.convert(argument.get("records"), list[ModelRecord])]
         rows: list[Row] = []
         for record in records:
             known = self._registry.records.get(record.name)

@@ -44,6 +44,7 @@ from broker.core.pool.events import (
     UnloadRequested,
     WorkerReported,
 )
+from broker.core.pool.older import told_by_gateway, told_by_worker
 from broker.core.pool.overrides import changes
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
@@ -347,13 +348,14 @@ class Scheduler:
 
     def _on_snapshot(self, message: BusMessage) -> None:
         snapshot = self._decoded(message, WorkerSnapshot)
-        if snapshot is not None:
-            self._step(WorkerReported(snapshot))
+        if snapshot is None or (not self.core.catalogue.loaded and any(not one.deployment for one in snapshot.replicas)):
+            return  # What an older worker runs is known once the registry is; it tells again.
+        self._step(WorkerReported(told_by_worker(snapshot, self.core.catalogue)))
 
     def _on_ingress(self, message: BusMessage) -> None:
         telemetry = self._decoded(message, IngressTelemetry)
         if telemetry is not None:
-            self._step(IngressReported(telemetry))
+            self._step(IngressReported(told_by_gateway(telemetry, self.core.catalogue)))
 
     def _on_event(self, message: BusMessage) -> None:
         event: WorkerEvent | None = self._decoded(message, WorkerEvent)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from broker.core.pool.events import (
 )
 from broker.core.scheduler import SchedulerCore
 from profiles.budget import with_kv
-from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
@@ -129,7 +129,7 @@ class BigPool:
         self.now_s = 1000.0
         self.core = SchedulerCore(SchedulerSettings(models_per_device_max=4), policy)
         self.models = [_model(number) for number in range(models)]
-        self.records = {model.model_hash: model for model in self.models}
+        self.records = {model.deployment: model for model in self.models}
         self.gateways = [IngressId(f"gw-{number}-00000000aa") for number in range(gateways)]
         self.sequence = 0
         self.commands = 0
@@ -145,7 +145,7 @@ class BigPool:
                 at = number * devices_per_worker + index
                 model = self.models[(at * at) % served]
                 replica = ReplicaId(f"{model.name}-0-{at}-00000000aa")
-                there.replicas[replica] = _replica(replica, model.model_hash, device, model.budget_bytes)
+                there.replicas[replica] = _replica(replica, model.deployment, device, model.budget_bytes)
             self.workers[worker] = there
         self.step(BusRoundTripMade())
         self.step(RegistryLoaded(tuple(self.models)))
@@ -174,7 +174,7 @@ class BigPool:
             self._loads += 1
             replica = ReplicaId(f"{order.replica_name}-{self._loads:010x}")
             record = order.record
-            loaded = _replica(replica, record.model_hash, order.device, record.budget_bytes)
+            loaded = _replica(replica, record.deployment, order.device, record.budget_bytes)
             worker.replicas[replica] = msgspec.structs.replace(loaded, kv_bytes=record.kv_bytes)
         elif isinstance(order, UnloadReplica):
             worker.replicas.pop(order.replica, None)
@@ -186,7 +186,7 @@ class BigPool:
     def _changed(self, report: ReplicaReport, order: SetConcurrency | ResizeKv) -> ReplicaReport:
         if isinstance(order, SetConcurrency):
             return msgspec.structs.replace(report, slots=order.slots)
-        budget_bytes = with_kv(self.records[report.model_hash], order.kv_bytes).budget_bytes
+        budget_bytes = with_kv(self.records[report.deployment], order.kv_bytes).budget_bytes
         return msgspec.structs.replace(report, kv_bytes=order.kv_bytes, budget_bytes=budget_bytes)
 
     def round(self, number: int) -> tuple[float, float]:
@@ -214,6 +214,7 @@ class BigPool:
         waits = (number + index) % 97 == 0 or (cold and (number // 20 + index) % 5 == 0)
         return ModelDemand(
             model_hash=self.models[index].model_hash,
+            deployment=self.models[index].deployment,
             sla_class=SlaClass.SILVER,
             lane=Lane.SMALL,
             arrived=0 if cold else 1 + index % 3,
@@ -234,6 +235,7 @@ def _model(number: int) -> ModelRecord:
     return ModelRecord(
         name=f"m{number:03d}",
         model_hash=ModelHash(f"{number:064x}"),
+        deployment=DeploymentKey(f"{number:064x}"),
         weights_hash="0" * 64,
         engine_type=EngineType.SIMULATED,
         source="",
@@ -248,10 +250,11 @@ def _model(number: int) -> ModelRecord:
     )
 
 
-def _replica(replica: ReplicaId, model: ModelHash, device: DeviceId, budget_bytes: int) -> ReplicaReport:
+def _replica(replica: ReplicaId, model: DeploymentKey, device: DeviceId, budget_bytes: int) -> ReplicaReport:
     return ReplicaReport(
         replica=replica,
-        model_hash=model,
+        model_hash=ModelHash(model),
+        deployment=model,
         device=device,
         state=ReplicaState.READY,
         budget_bytes=budget_bytes,

@@ -57,7 +57,7 @@ from subjects.messages import (
     UnloadReplica,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, UNIX_S, deployment, record
+from tests.core.scheduler_world import GIB, UNIX_S, deployment, model_hash, record
 
 W, V = WorkerId("w-0000000001"), WorkerId("v-0000000002")
 CPU = DeviceId("cpu0")

@@ -9,7 +9,7 @@ from broker.core.pool.describe import bytes_text, describe_need, load_s_guess, s
 from broker.core.requests.demand import DemandLedger
 from subjects.ids import DeploymentKey, DeviceId, RequestId, Tenant, WorkerId
 from subjects.messages import Endpoint, Lane, ModelDemand, RequestKind, RequestProfile, SlaClass
-from tests.core.scheduler_world import deployment, record
+from tests.core.scheduler_world import deployment, model_hash, record
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

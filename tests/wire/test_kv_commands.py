@@ -25,7 +25,7 @@ from subjects.messages import (
     ReplicaReport,
     ReplicaState,
 )
-from tests.core.scheduler_world import GIB, deployment, record
+from tests.core.scheduler_world import GIB, deployment, model_hash, record
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.scripted_agent import ScriptedAgent

@@ -210,6 +210,7 @@ class AgentCore:
         return ReplicaReport(
             replica=replica.replica,
             model_hash=replica.record.model_hash,
+            deployment=replica.record.deployment,
             device=replica.device,
             state=replica.state,
             budget_bytes=self._ledger.charge_of(replica.replica, replica.device),

@@ -111,7 +111,6 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         order: KvOrder,
-        deployment: DeploymentKey | None,
         out: list[SchedulerCommand],
         *,
         operation: OperationId | None = None,
@@ -125,7 +124,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 ratio=order.ratio,
-                deployment=deployment,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -135,7 +133,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 source_worker=order.source,
-                deployment=deployment,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
