@@ -111,8 +111,8 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     adapter: Adapter | None = None
     """What answers in place of the base model; the replica loads it when it has not (only with part 0)."""
     options: dict[str, str | int | float | bool] | None = None
-    """How the name that was asked for reads answers (``profiles.deployment.PARSING_OPTIONS``; only with part 0). None, of older
-    gateways: as the record that the replica was started with."""
+    """How the name that was asked for parses answers (``profiles.deployment.PARSING_OPTIONS``; only with part 0). None, of
+    older gateways: as the record that the replica was started with."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):

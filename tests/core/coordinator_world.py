@@ -330,7 +330,6 @@ class FluidPool:
         return ReplicaView(
             replica=replica.replica,
             deployment=replica.model,
-            model_hash=replica.model,
             devices=replica.devices,
             state=ReplicaState.READY if ready else ReplicaState.LOADING,
             since_s=replica.ready_s if ready else replica.since_s,

@@ -492,7 +492,7 @@ class World:
             demand.append(
                 ModelDemand(
                     deployment=model,
-                    model_hash=model,
+                    model_hash=ModelHash(model),
                     sla_class=SlaClass.SILVER,
                     lane=Lane.SMALL,
                     waiting=len(waits),

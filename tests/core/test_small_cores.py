@@ -33,7 +33,12 @@ def profile(model: str = "a", **fields: object) -> RequestProfile:
 
 def row(model: str = "a", **fields: object) -> ModelDemand:
     """What is told of it."""
-    values: dict[str, object] = {"deployment": deployment(model), "sla_class": SlaClass.SILVER, "lane": Lane.SMALL}
+    values: dict[str, object] = {
+        "deployment": deployment(model),
+        "model_hash": model_hash(model),
+        "sla_class": SlaClass.SILVER,
+        "lane": Lane.SMALL,
+    }
     return ModelDemand(**(values | fields))  # type: ignore[arg-type]  # tests name fields freely
 
 

@@ -132,8 +132,8 @@ class Rendered:
 
 
 class OpenAiLayer:
-    """Render and derender for one started model, with the parsers of one of its names; :meth:`render` finds those of the name
-    that a request is for.
+    """Render and derender for one started model, with the parsers of one of its names; :meth:`render` finds those of the
+    name that a request is for.
 
     Options of the record: ``chat_template`` and vLLM's ``tool_call_parser``, ``tool_strict_level`` (``auto``, ``function``;
     absent: ``parameter``) and ``reasoning_parser``.
