@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages.kinds import ReplicaState
 from subjects.messages.registry import ModelRecord
 
@@ -71,6 +71,8 @@ class EvictKv(Command, frozen=True, kw_only=True, tag="evict-kv"):
     replica: ReplicaId | None = None
     """Of older peers, whose command was about one replica: not looked at."""
     ratio: float
+    model_hash: ModelHash | None = None
+    """Of older peers, as ``replica``."""
     kv_signature: str = ""
     """``ModelRecord.kv_signature``: models that share their KV share its eviction."""
     timeout_s: float = 60.0
@@ -94,6 +96,8 @@ class MigrateKv(Command, frozen=True, kw_only=True, tag="migrate-kv"):
     target: ReplicaId | None = None
     index: bytes = b""
     source_worker: WorkerId | None = None
+    model_hash: ModelHash | None = None
+    """As the first three."""
     kv_signature: str = ""
     timeout_s: float = 600.0
 
