@@ -67,7 +67,7 @@ from broker.core.pool.state import Changes, Pool, Presence
 from broker.core.pool.transaction import Stage
 from broker.core.pool.transactions import Transactions
 from subjects.errors import place_of
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import (
     KV_STARTS,
     CommandOutcome,
@@ -110,7 +110,7 @@ class SchedulerCore:
         self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
         self.policy = policy
         self.views.needs_costs = getattr(policy, "needs_costs", False)
-        self.notes: dict[ModelHash, str] = {}
+        self.notes: dict[DeploymentKey, str] = {}
         """Per model the policy's last word on why it has what it has."""
         self.epoch: int | None = None
         """Ours while we lead."""
@@ -122,7 +122,7 @@ class SchedulerCore:
         self._undecided = False
         self._gathers_until_s = -math.inf
         self._scanned: tuple[int, int] | None = None
-        self._in_vain: dict[ModelHash, float] = {}
+        self._in_vain: dict[DeploymentKey, float] = {}
         self._told: tuple[int, int, int, int] | None = None
         self._looked_s = -math.inf
         self._next_look_s = math.inf
@@ -176,7 +176,7 @@ class SchedulerCore:
                 self._unload_requested(now_s, event.name, out)
             case KvOrdered():
                 if self.leads and event.worker in self.pool.workers:
-                    self.actions.ask_kv(now_s, event.worker, event.model_hash, event.order, out)
+                    self.actions.ask_kv(now_s, event.worker, event.deployment, event.order, out)
             case DrainRequested():
                 self._drain_requested(now_s, event, out)
             case JournalRestored():
@@ -224,9 +224,9 @@ class SchedulerCore:
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
         if self.pool.is_news(event.telemetry):
-            self.fairness.take(event.telemetry.demand, self.catalogue.records_by_hash())
+            self.fairness.take(event.telemetry.demand, self.catalogue.records_by_deployment())
         starts = self.pool.ingress(now_s, event.telemetry)
-        if self.policy is not None and any(self.planner.usage.replicas_count(model_hash) == 0 for model_hash in starts):
+        if self.policy is not None and any(self.planner.usage.replicas_count(deployment) == 0 for deployment in starts):
             self._look_now = True
         return bool(starts)
 
@@ -234,7 +234,7 @@ class SchedulerCore:
         self.next_wake_s = now_s + self.settings.tick_s
         if self._next_look_s > now_s:
             self.next_wake_s = min(self.next_wake_s, self._next_look_s)
-        self.fairness.look(now_s, self.catalogue.records_by_hash())
+        self.fairness.look(now_s, self.catalogue.records_by_deployment())
         self.digests.notes += self.fairness.news
         for worker in self.pool.judge(now_s):
             self.transactions.worker_died(now_s, worker)
@@ -309,8 +309,8 @@ class SchedulerCore:
         record = self.catalogue.records.get(name)
         if record is None or not self.leads:
             return
-        self.catalogue.model(record.model_hash).held_down = True
-        for replica in sorted(self.pool.replicas_for(record.model_hash), key=lambda r: r.replica):
+        self.catalogue.model(record.deployment).held_down = True
+        for replica in sorted(self.pool.replicas_for(record.deployment), key=lambda r: r.replica):
             if replica.dead:
                 continue
             self.actions.retire(now_s, replica, "asked for by a person", out=out)
@@ -338,7 +338,7 @@ class SchedulerCore:
                 began = resumption.recorded.began
                 what = began.record.name if began.record is not None else "another model"
                 self.outcomes.bring_back(
-                    [model_hash for _, model_hash in resumption.gone], began.worker, began.devices, what
+                    [deployment for _, deployment in resumption.gone], began.worker, began.devices, what
                 )
 
     # ---------------------------------------------------------------------------------------------------------- deciding
@@ -353,9 +353,9 @@ class SchedulerCore:
         return not self._listening
 
     def _decide(self, now_s: float, out: list[SchedulerCommand]) -> None:
-        for model_hash, demand in self.planner.look(now_s).items():
+        for deployment, demand in self.planner.look(now_s).items():
             if demand.any:
-                model = self.catalogue.model(model_hash)
+                model = self.catalogue.model(deployment)
                 model.last_used_s = now_s
                 model.held_down = False
         self.catalogue.stand_back(self.planner.sites.names_to_stand_back())
@@ -388,7 +388,7 @@ class SchedulerCore:
         self._next_look_s = max(next_look_s, now_s + self.settings.policy_look_s)
         if decision.notes:
             notes = self.notes | decision.notes
-            self.notes = {name: note for name, note in notes.items() if self.catalogue.of_hash(name) is not None}
+            self.notes = {name: note for name, note in notes.items() if self.catalogue.of_deployment(name) is not None}
         self.digests.weigh(decision.weights)
         self.actions.carry_out(now_s, decision.actions, out)
 
@@ -420,33 +420,33 @@ class SchedulerCore:
         wants = self.planner.wants(restores)
         in_vain, self._in_vain = self._in_vain, {}
         for want in wants:
-            model = self.catalogue.model(want.record.model_hash)
-            if model.retry_s > now_s or self.catalogue.locked(want.record.model_hash):
+            model = self.catalogue.model(want.record.deployment)
+            if model.retry_s > now_s or self.catalogue.locked(want.record.deployment):
                 continue
             its_own = (
                 policy is not None
-                and self.catalogue.mode(want.record.model_hash) is Mode.ACT
+                and self.catalogue.mode(want.record.deployment) is Mode.ACT
                 and self.views.priced(want.record)
             )
             if its_own and policy is not None and (want.grows or not policy.wakes_cold_models):
                 continue
             placement = self.planner.sites.in_free_room(want, claimed)
             if placement is None and want.evicts:
-                vain_s = in_vain.get(want.record.model_hash, -math.inf)
+                vain_s = in_vain.get(want.record.deployment, -math.inf)
                 waits_its_turn = len(wants) > searches_max and now_s - vain_s < EVICTION_AGAIN_S
                 if searches < searches_max and not waits_its_turn:
                     searches += bool(self.planner.sites.groups(want.record))
                     placement = self.planner.sites.by_eviction(want, claimed)
                     vain_s = now_s
                 if placement is None:
-                    self._in_vain[want.record.model_hash] = vain_s
+                    self._in_vain[want.record.deployment] = vain_s
             if placement is not None:
                 self.actions.place(now_s, placement, want.record, restores=want.restores, out=out)
             elif want.waits and want.evicts and not model.failures and want.wait_s >= self.settings.minority_wait_s_max:
                 claimed.update(self.planner.sites.claim(want, claimed))
 
     def _all_priced(self) -> bool:
-        return all(self.views.priced(record) for record in self.catalogue.by_hash())
+        return all(self.views.priced(record) for record in self.catalogue.by_deployment())
 
     def _drop_unwanted(self, now_s: float) -> None:
         """A newcomer that still waits for its device, and for which nobody waits any more, is not loaded."""
@@ -454,10 +454,10 @@ class SchedulerCore:
             record = transaction.record
             if record is None or transaction.stage is not Stage.WAITING:
                 continue
-            gone = self.catalogue.of_hash(record.model_hash) is None
+            gone = self.catalogue.of_deployment(record.deployment) is None
             wanted = (
                 transaction.by_policy
-                or self.planner.demand(record.model_hash).any
+                or self.planner.demand(record.deployment).any
                 or record.min_replicas
                 or transaction.restores
             )
@@ -475,7 +475,7 @@ class SchedulerCore:
             worker = self.pool.workers[replica.worker]
             if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is ReplicaState.FAILED:
                 continue
-            record = self.catalogue.of_hash(replica.report.model_hash)
+            record = self.catalogue.of_deployment(replica.report.deployment)
             drained, bound_s = self.pool.drained(replica)
             if replica.dead:
                 self.actions.retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
@@ -489,7 +489,7 @@ class SchedulerCore:
             elif (
                 idle_unload_s is not None
                 and replica.report.state is ReplicaState.READY
-                and not self.planner.demand(record.model_hash).any
+                and not self.planner.demand(record.deployment).any
                 and (idle_s := self.planner.usage.idle_s(now_s, replica)) >= idle_unload_s
                 and not self.planner.usage.stays(replica)
             ):
@@ -507,7 +507,7 @@ class SchedulerCore:
         may_decide = self._may_decide(now_s)
         for record in self.catalogue.by_name():
             # Any replica of a model serves all of its names, so that they have one outlook: that of who speaks for it.
-            speaker = self.catalogue.of_hash(record.model_hash) or record
+            speaker = self.catalogue.of_deployment(record.deployment) or record
             outlook = self.planner.outlook(now_s, speaker) if may_decide else Outlook()
             if outlook.permanent:
                 outlook = self.planner.outlook(now_s, record)  # None of them fits; each is told its own numbers.

@@ -24,7 +24,7 @@ from ops.simulator import week
 from ops.simulator.models import work_s
 from ops.simulator.types import SimModel, Trace
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 HORIZONS_S = (1, 3, 10, 120, 1800)
 DAY_S = 86_400
@@ -37,7 +37,7 @@ Floats = npt.NDArray[np.float64]
 class Demand:
     """What arrives for one model, per second: [length class, second]. ``gaps`` marks seconds of which nothing is known."""
 
-    model_hash: ModelHash
+    deployment: DeploymentKey
     work: Floats
     requests: Floats
     gaps: npt.NDArray[np.bool_] | None = None
@@ -76,7 +76,7 @@ def demand_of(model: SimModel, number: int, trace: Trace, begin_s: float, end_s:
         chosen = classes == number_of_class
         work[number_of_class] = np.bincount(place[chosen], weights=each[chosen], minlength=seconds)
         requests[number_of_class] = np.bincount(place[chosen], minlength=seconds)
-    return Demand(model.model_hash, work, requests)
+    return Demand(model.deployment, work, requests)
 
 
 def evaluate(
@@ -96,7 +96,7 @@ def evaluate(
     gaps = np.zeros(seconds, dtype=np.bool_) if demand.gaps is None else demand.gaps
     unknown = np.concatenate([[0], np.cumsum(gaps)])
     forecaster = Forecaster()
-    key: Key = (demand.model_hash, ALL_CLASSES)
+    key: Key = (demand.deployment, ALL_CLASSES)
     every = {horizon_s: 7 if horizon_s < 10 else max(29, horizon_s // 4 + 1) for horizon_s in horizons_s}
     work, requests = demand.work.T.tolist(), demand.requests.T.astype(int).tolist()
     deaf = gaps.tolist()
@@ -123,7 +123,7 @@ def evaluate(
             continue
         for place in range(3):
             if requests[now][place]:
-                forecaster.observe(now + 0.5, (demand.model_hash, place), work[now][place], requests[now][place])
+                forecaster.observe(now + 0.5, (demand.deployment, place), work[now][place], requests[now][place])
         forecaster.heard(float(now + 1))
 
 
@@ -135,8 +135,8 @@ def report(name: str, seed: int, days: int = 3) -> dict[str, float | None]:
             work, requests = line.work_per_s(seed, days)
             empty = np.zeros_like(work)
             gaps = np.repeat(line.rate_rps[: days * DAY_S // week.CELL_S] == 0.0, week.CELL_S)
-            model_hash = ModelHash(f"{number:064x}")
-            demand = Demand(model_hash, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
+            deployment = DeploymentKey(f"{number:064x}")
+            demand = Demand(deployment, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
             evaluate(demand, errors, score_from_s=DAY_S)
     else:
         from ops.simulator.workloads import workload

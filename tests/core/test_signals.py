@@ -37,11 +37,11 @@ from broker.core.plan.signals import (
     twu_raw_s,
 )
 from broker.core.plan.windows import READING_S, FairnessWatch, InRow, Progress, TwuMeter
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import SlaClass
 from workers.core.pulling import DEFAULT_WEIGHTS
 
-SMALL, MIDDLE, LARGE = ModelHash("1" * 64), ModelHash("2" * 64), ModelHash("3" * 64)
+SMALL, MIDDLE, LARGE = DeploymentKey("1" * 64), DeploymentKey("2" * 64), DeploymentKey("3" * 64)
 GB = 1_000_000_000
 
 

@@ -13,7 +13,7 @@ from broker.core.pool.describe import bytes_text, describe_need, load_s_guess, s
 from broker.core.pool.events import SchedulerSettings
 from broker.core.pool.state import Demand, Device, Pool, Presence
 from broker.core.pool.transactions import Stage, Transactions
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import EngineType, ModelRecord
 
 
@@ -40,17 +40,17 @@ class Planner:
         self._transactions = transactions
         self.usage = Usage(settings, pool, catalogue)
         self.sites = Sites(settings, pool, catalogue, self.usage)
-        self._no_worker_since_s: dict[ModelHash, float] = {}
+        self._no_worker_since_s: dict[DeploymentKey, float] = {}
         self._layout = -1
         self._running_engine: dict[EngineType, list[Device]] = {}
 
-    def look(self, now_s: float) -> dict[ModelHash, Demand]:
+    def look(self, now_s: float) -> dict[DeploymentKey, Demand]:
         """Takes the demand of this moment; what follows refers to it."""
         return self.usage.look(now_s)
 
-    def demand(self, model_hash: ModelHash) -> Demand:
+    def demand(self, deployment: DeploymentKey) -> Demand:
         """Demand for one model, as of the last :meth:`look`."""
-        return self.usage.demand(model_hash)
+        return self.usage.demand(deployment)
 
     # ------------------------------------------------------------------------------------------------------ who wants room
 
@@ -58,29 +58,29 @@ class Planner:
         """All models that should get a replica now, the most urgent first: what is restored, what waits (longest first),
         minimum replicas, one more replica beside busy ones."""
         found: list[tuple[int, float, str, Want]] = []
-        restored: set[ModelHash] = set()
+        restored: set[DeploymentKey] = set()
         for want in restores:
-            model_hash = want.record.model_hash
-            if model_hash not in restored and self.lacks(want.record):
-                restored.add(model_hash)
+            deployment = want.record.deployment
+            if deployment not in restored and self.lacks(want.record):
+                restored.add(deployment)
                 found.append((0, 0.0, want.record.name, want))
         usage, settings = self.usage, self._settings
-        for record in self._catalogue.by_hash():
-            demand = usage.demand(record.model_hash)
+        for record in self._catalogue.by_deployment():
+            demand = usage.demand(record.deployment)
             if not demand.waiting and not record.min_replicas:
                 continue
-            count = usage.replicas_count(record.model_hash)
+            count = usage.replicas_count(record.deployment)
             if demand.waiting and count == 0:
                 waits = _waits(demand)
                 found.append((1, -demand.oldest_wait_s, record.name, Want(record, demand.oldest_wait_s, waits)))
-            elif count < record.min_replicas and not self._catalogue.model(record.model_hash).held_down:
+            elif count < record.min_replicas and not self._catalogue.model(record.deployment).held_down:
                 want = Want(record, 0.0, f"below its minimum of {record.min_replicas}", waits=False)
                 found.append((2, 0.0, record.name, want))
             elif (
                 demand.waiting
                 and count < record.max_replicas
-                and self._pool.coming_replicas(record.model_hash) == 0
-                and min(demand.oldest_wait_s, self._served_for_s(record.model_hash)) >= settings.scale_out_wait_s
+                and self._pool.coming_replicas(record.deployment) == 0
+                and min(demand.oldest_wait_s, self._served_for_s(record.deployment)) >= settings.scale_out_wait_s
             ):
                 why = f"{_waits(demand)} beside {count} ready"
                 want = Want(record, demand.oldest_wait_s, why, evicts=False, grows=True)
@@ -88,26 +88,26 @@ class Planner:
         found.sort(key=lambda entry: entry[:3])
         return [want for *_, want in found]
 
-    def _served_for_s(self, model_hash: ModelHash) -> float:
+    def _served_for_s(self, deployment: DeploymentKey) -> float:
         """Since when the newest replica of a model serves: before it did, nobody can have waited beside it."""
-        ready_s = [replica.ready_s for replica in self._pool.open_replicas(model_hash) if replica.ready_s is not None]
+        ready_s = [replica.ready_s for replica in self._pool.open_replicas(deployment) if replica.ready_s is not None]
         return self.usage.looked_s - max(ready_s, default=0.0)
 
     def lacks(self, record: ModelRecord) -> bool:
         """Whether a model has fewer replicas than somebody needs."""
-        needed = max(record.min_replicas, int(self.demand(record.model_hash).any))
-        return self.usage.replicas_count(record.model_hash) < needed
+        needed = max(record.min_replicas, int(self.demand(record.deployment).any))
+        return self.usage.replicas_count(record.deployment) < needed
 
     # ------------------------------------------------------------------------------------------------------------ outlook
 
     def outlook(self, now_s: float, record: ModelRecord) -> Outlook:
         """What to tell about a model."""
-        model = self._catalogue.model(record.model_hash)
-        if self._pool.open_replicas(record.model_hash):
+        model = self._catalogue.model(record.deployment)
+        if self._pool.open_replicas(record.deployment):
             return Outlook()
         load_s = model.load_s if model.load_s is not None else load_s_guess(record)
-        if self._pool.coming_replicas(record.model_hash):
-            return Outlook(estimated_wait_s=self._coming_wait_s(now_s, record.model_hash, load_s))
+        if self._pool.coming_replicas(record.deployment):
+            return Outlook(estimated_wait_s=self._coming_wait_s(now_s, record.deployment, load_s))
         refusal = self._infeasible(now_s, record)
         if refusal is not None:
             return refusal
@@ -124,9 +124,9 @@ class Planner:
         want = Want(record, 0.0, "")
         return self.sites.in_free_room(want, set()) is not None or self.sites.by_eviction(want, set()) is not None
 
-    def _coming_wait_s(self, now_s: float, model_hash: ModelHash, load_s: float) -> float:
+    def _coming_wait_s(self, now_s: float, deployment: DeploymentKey, load_s: float) -> float:
         for transaction in self._transactions.running.values():
-            if transaction.record is not None and transaction.record.model_hash == model_hash:
+            if transaction.record is not None and transaction.record.deployment == deployment:
                 begun_s = transaction.load_begun_s if transaction.stage is Stage.LOADING else now_s
                 return max(0.5, load_s - (now_s - begun_s))
         return load_s
@@ -161,11 +161,11 @@ class Planner:
         known = self._known(record)
         if not any(device.worker.presence is not Presence.DEAD for device in known):
             # By the clock of what could be heard: while we are paused or the bus is away, nobody's absence shows.
-            since_s = self._no_worker_since_s.setdefault(record.model_hash, self._pool.heard_s)
+            since_s = self._no_worker_since_s.setdefault(record.deployment, self._pool.heard_s)
             if self._pool.heard_s - since_s < self._settings.worker_missing_s:
                 return None
             return Outlook(refusal=f"no connected worker runs the engine {record.engine_type.value}", retry_after_s=5)
-        self._no_worker_since_s.pop(record.model_hash, None)
+        self._no_worker_since_s.pop(record.deployment, None)
         groups = self.sites.groups(record)
         if not groups:
             return self._too_big(record, known)
@@ -178,10 +178,10 @@ class Planner:
                 return None
             blocked += held
         holders = {
-            self._catalogue.name(model_hash)
+            self._catalogue.name(deployment)
             for device in blocked
-            for model_hash in self._pool.room(device).models
-            if self.usage.holds(model_hash)
+            for deployment in self._pool.room(device).models
+            if self.usage.holds(deployment)
         }
         text = f"no capacity, pinned: needs {describe_need(record)}; pinned models or minimum replicas hold the room"
         return Outlook(refusal=f"{text} ({', '.join(sorted(holders))})", retry_after_s=30)

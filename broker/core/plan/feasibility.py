@@ -10,7 +10,7 @@ from broker.core.pool.catalogue import Catalogue, DeviceKey, Model
 from broker.core.pool.describe import bytes_text
 from broker.core.pool.events import Placement, SchedulerSettings
 from broker.core.pool.state import Device, Pool, Replica
-from subjects.ids import ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, ReplicaId, WorkerId
 from subjects.messages import EngineType, ModelRecord
 
 Group = tuple[Device, ...]
@@ -80,7 +80,7 @@ class Sites:
         What must stay does not count once the model has replicas: it may be those.
         """
         groups = self.groups(record)
-        if groups and (not self._catalogue.any_stay or self._usage.replicas_count(record.model_hash)):
+        if groups and (not self._catalogue.any_stay or self._usage.replicas_count(record.deployment)):
             return 2
         for group in groups:
             free = [d for d in group if self._usage.held_bytes(d) + record.budget_bytes <= d.report.memory_bytes]
@@ -127,28 +127,28 @@ class Sites:
 
     # ------------------------------------------------------------------------------------------------------ who is beside it
 
-    def strangers(self, device: Device, record: ModelRecord) -> set[ModelHash]:
+    def strangers(self, device: Device, record: ModelRecord) -> set[DeploymentKey]:
         """Models there that cannot live beside ``record``, since one of the two wants its device for itself."""
         if self._catalogue.all_co_locate:
             return set()
         return {model for model in self.others(device, record) if not self.co_locates(record, (model,))}
 
-    def others(self, device: Device, record: ModelRecord, gone: Iterable[Replica] = ()) -> set[ModelHash]:
+    def others(self, device: Device, record: ModelRecord, gone: Iterable[Replica] = ()) -> set[DeploymentKey]:
         """Other models that a device will have, once ``gone`` have left it too."""
         leaving = self._pool.leaving
         left = {replica.replica for replica in gone}
         room = self._pool.room(device)
-        there = {r.report.model_hash for r in room.replicas if r.replica not in leaving and r.replica not in left}
-        there.update(reservation.model_hash for reservation in room.promised)
-        there.discard(record.model_hash)
+        there = {r.report.deployment for r in room.replicas if r.replica not in leaving and r.replica not in left}
+        there.update(reservation.deployment for reservation in room.promised)
+        there.discard(record.deployment)
         return there
 
-    def co_locates(self, record: ModelRecord, others: Iterable[ModelHash]) -> bool:
+    def co_locates(self, record: ModelRecord, others: Iterable[DeploymentKey]) -> bool:
         """Whether a model and all of ``others`` may share a device."""
         return record.allow_co_location and all(self._co_locates(other, record.tenant) for other in others)
 
-    def _co_locates(self, model_hash: ModelHash, tenant: str) -> bool:
-        record = self._catalogue.of_hash(model_hash)
+    def _co_locates(self, deployment: DeploymentKey, tenant: str) -> bool:
+        record = self._catalogue.of_deployment(deployment)
         return record is None or (record.allow_co_location and record.tenant == tenant)
 
     def _crowded(self, device: Device, record: ModelRecord, gone: Sequence[Replica] = ()) -> bool:
@@ -162,7 +162,7 @@ class Sites:
         record = want.record
         if self.largest_block_bytes() < record.budget_bytes:
             return None
-        failed_on = self._catalogue.model(record.model_hash).failed_on
+        failed_on = self._catalogue.model(record.deployment).failed_on
         best: tuple[tuple[object, ...], list[Device], int] | None = None
         for group in self.groups(record):
             free = []
@@ -206,7 +206,7 @@ class Sites:
     def by_eviction(self, want: Want, claimed: set[DeviceKey]) -> Placement | None:
         """The devices where the least is lost by making room."""
         record = want.record
-        model = self._catalogue.model(record.model_hash)
+        model = self._catalogue.model(record.deployment)
         best: tuple[tuple[object, ...], list[Device], list[Replica], int] | None = None
         for group in self._worth_a_search(want, model):
             options = []
@@ -230,7 +230,7 @@ class Sites:
         if best is None:
             return None
         _, devices, chosen, busy = best
-        names = ", ".join(self._catalogue.name(victim.report.model_hash) for victim in chosen)
+        names = ", ".join(self._catalogue.name(victim.report.deployment) for victim in chosen)
         bound = f", over the bound of {self._settings.minority_wait_s_max:g} s" if busy else ""
         reason = f"{want.why}{bound}; {names} {'leave' if len(chosen) > 1 else 'leaves'}"
         return _placement(devices, tuple(victim.replica for victim in chosen), reason)
@@ -256,8 +256,8 @@ class Sites:
         return (busy, failed, len(victims), latest_s, devices[0].key)
 
     def _minimums_stay(self, victims: Sequence[Replica]) -> bool:
-        models = [victim.report.model_hash for victim in victims]
-        return all(self._usage.spare(model_hash) >= models.count(model_hash) for model_hash in models)
+        models = [victim.report.deployment for victim in victims]
+        return all(self._usage.spare(deployment) >= models.count(deployment) for deployment in models)
 
     def claim(self, want: Want, claimed: set[DeviceKey]) -> tuple[DeviceKey, ...]:
         """The devices where ``want`` will most likely get its room: of those it can have, the ones with the most to free."""
@@ -284,18 +284,18 @@ class Sites:
         if not leavers:
             return None
         strangers = self.strangers(device, record)
-        movable = {leaver.replica.report.model_hash for leaver in leavers}
+        movable = {leaver.replica.report.deployment for leaver in leavers}
         if not strangers <= movable:
             return None
         leavers.sort(key=lambda leaver: (leaver.busy, leaver.last_used_s, leaver.replica.replica))
         chosen: list[Replica] = []
         for leaver in leavers:
             replica = leaver.replica
-            model_hash = replica.report.model_hash
+            deployment = replica.report.deployment
             enough = self.block_bytes(device, chosen) >= record.budget_bytes and not self._crowded(device, record, chosen)
             # One model can have several replicas here, and keeps its minimum over all that leave.
-            left = self._usage.spare(model_hash) - sum(r.report.model_hash == model_hash for r in chosen)
-            if left > 0 and (not enough or model_hash in strangers):
+            left = self._usage.spare(deployment) - sum(r.report.deployment == deployment for r in chosen)
+            if left > 0 and (not enough or deployment in strangers):
                 chosen.append(replica)
         if self.block_bytes(device, chosen) < record.budget_bytes or self._crowded(device, record, chosen):
             return None
@@ -303,18 +303,18 @@ class Sites:
         for replica in reversed(list(chosen)):
             rest = [other for other in chosen if other is not replica]
             needless = self.block_bytes(device, rest) >= record.budget_bytes and not self._crowded(device, record, rest)
-            if needless and replica.report.model_hash not in strangers:
+            if needless and replica.report.deployment not in strangers:
                 chosen = rest
         return chosen
 
     def _may_leave(self, leaver: Leaver, want: Want, model: Model) -> bool:
         settings = self._settings
-        model_hash = leaver.replica.report.model_hash
-        if leaver.replica.replica in self._pool.leaving or model_hash == want.record.model_hash:
+        deployment = leaver.replica.report.deployment
+        if leaver.replica.replica in self._pool.leaving or deployment == want.record.deployment:
             return False
         if model.failures:
             return not leaver.busy and leaver.idle_s >= settings.failing_victim_idle_s
-        swap_s = max(model.load_s or 0.0, self._catalogue.model(model_hash).load_s or 0.0)
+        swap_s = max(model.load_s or 0.0, self._catalogue.model(deployment).load_s or 0.0)
         paid = leaver.resident_s >= max(settings.residency_s_min, swap_s)
         if not leaver.busy:
             return paid or leaver.idle_s >= settings.idle_release_s

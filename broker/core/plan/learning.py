@@ -21,7 +21,7 @@ from typing import Any
 
 from broker.core.pool.catalogue import DeviceKey
 from subjects.errors import ConfigError
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 PERIOD_S = 300.0
 WEIGHTS_MAX = 1 << 14
@@ -76,10 +76,10 @@ class DeviceScores:
         self.settings = settings or LearningSettings()
         self.on = self.settings.on
         self._model: Any = self._new_model() if self.on else None
-        self._seen: dict[tuple[ModelHash, DeviceKey], _Seen] = {}
-        self._signs: dict[tuple[ModelHash, DeviceKey], Signs] = {}
+        self._seen: dict[tuple[DeploymentKey, DeviceKey], _Seen] = {}
+        self._signs: dict[tuple[DeploymentKey, DeviceKey], Signs] = {}
         self._period_end_s: float | None = None
-        self._everywhere: dict[ModelHash, float] = {}
+        self._everywhere: dict[DeploymentKey, float] = {}
         """By model the running mean of its logarithms over all devices."""
         self._examples: deque[tuple[dict[str, float], float, float]] = deque(maxlen=self.settings.examples_max)
         self.learned = 0
@@ -92,12 +92,12 @@ class DeviceScores:
             self._model = self._new_model()
 
     def observe(
-        self, model_hash: ModelHash, device: DeviceKey, predicted_s: float, seen_s: float, signs: Signs | None = None
+        self, deployment: DeploymentKey, device: DeviceKey, predicted_s: float, seen_s: float, signs: Signs | None = None
     ) -> None:
         """Something of this model took ``seen_s`` on this device, and ``predicted_s`` by its profile under that load."""
         if not self.on or not predicted_s > 0.0 or not seen_s > 0.0:
             return
-        key = (model_hash, device)
+        key = (deployment, device)
         seen = self._seen.get(key)
         if seen is None:
             if len(self._seen) >= self.settings.examples_max:
@@ -124,26 +124,26 @@ class DeviceScores:
             self._model.learn_one(features, target, weight)
             self.learned += 1
 
-    def factor(self, model_hash: ModelHash, device: DeviceKey, signs: Signs | None = None) -> float:
+    def factor(self, deployment: DeploymentKey, device: DeviceKey, signs: Signs | None = None) -> float:
         """How many times longer than its profile says this model takes there; 1 for what nobody knows, and while off."""
         if not self.on or self.learned == 0:
             return 1.0
-        known = signs or self._signs.get((model_hash, device), _NO_SIGNS)
+        known = signs or self._signs.get((deployment, device), _NO_SIGNS)
         bound = math.log(self.settings.factor_max)
         # The intercept is not learned, so that the sum over who and where is the whole answer.
-        return math.exp(min(bound, max(-bound, float(self._model.predict_one(_features(model_hash, device, known))))))
+        return math.exp(min(bound, max(-bound, float(self._model.predict_one(_features(deployment, device, known))))))
 
-    def preference(self, model_hash: ModelHash, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
+    def preference(self, deployment: DeploymentKey, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
         """Factors of these devices over their geometric mean: below 1 is better than the others."""
-        factors = {device: self.factor(model_hash, device) for device in devices}
+        factors = {device: self.factor(deployment, device) for device in devices}
         if not factors:
             return {}
         mean = math.exp(math.fsum(math.log(factor) for factor in factors.values()) / len(factors))
         return {device: factor / mean for device, factor in factors.items()}
 
-    def routing_weights(self, model_hash: ModelHash, replicas: Mapping[str, DeviceKey]) -> dict[str, float]:
+    def routing_weights(self, deployment: DeploymentKey, replicas: Mapping[str, DeviceKey]) -> dict[str, float]:
         """Routing weights for a model's replicas, the inverse of their devices' preference: all then take equally long."""
-        preference = self.preference(model_hash, replicas.values())
+        preference = self.preference(deployment, replicas.values())
         return {replica: round(1.0 / preference[device], 3) for replica, device in replicas.items()}
 
     def _close(self) -> None:
@@ -162,16 +162,16 @@ class DeviceScores:
             self._examples.extend(examples)
         self._seen.clear()
 
-    def _follow_everywhere(self, enough: Mapping[tuple[ModelHash, DeviceKey], _Seen]) -> None:
-        means: dict[ModelHash, list[float]] = {}
-        for (model_hash, _), seen in enough.items():
-            means.setdefault(model_hash, []).append(seen.log_sum / seen.count)
-        for model_hash, logs in means.items():
+    def _follow_everywhere(self, enough: Mapping[tuple[DeploymentKey, DeviceKey], _Seen]) -> None:
+        means: dict[DeploymentKey, list[float]] = {}
+        for (deployment, _), seen in enough.items():
+            means.setdefault(deployment, []).append(seen.log_sum / seen.count)
+        for deployment, logs in means.items():
             mean = math.fsum(logs) / len(logs)
-            before = self._everywhere.pop(model_hash, mean)
+            before = self._everywhere.pop(deployment, mean)
             # Of one device alone one cannot say whether it or the model is slow; of several it is what they share.
             share = 1.0 if len(logs) > 1 else 0.2
-            self._everywhere[model_hash] = before + share * (mean - before)
+            self._everywhere[deployment] = before + share * (mean - before)
         while len(self._everywhere) > self.settings.examples_max:
             del self._everywhere[next(iter(self._everywhere))]
 
@@ -186,12 +186,12 @@ class DeviceScores:
         return linear_model.LinearRegression(optimizer=optimizer, intercept_lr=0.0)
 
 
-def _features(model_hash: ModelHash, device: DeviceKey, signs: Signs) -> dict[str, float]:
+def _features(deployment: DeploymentKey, device: DeviceKey, signs: Signs) -> dict[str, float]:
     """Who, where, both, and the signs; each name is one of ``WEIGHTS_MAX`` buckets."""
     where = f"{device[0]}/{device[1]}"
     features = {
         _bucket(f"device {where}"): 1.0,
-        _bucket(f"{model_hash} on {where}"): 1.0,
+        _bucket(f"{deployment} on {where}"): 1.0,
     }
     features["arrivals"] = math.log1p(max(0.0, signs.arrival_rps)) / 4.0
     if signs.temperature_c is not None:

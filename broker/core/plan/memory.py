@@ -74,7 +74,7 @@ class Memory:
         self._stopping = stopping
         self._keys = [site.key for site in sites]
         self._site_of = {key: site for site, key in enumerate(self._keys)}
-        self._records = {model.record.model_hash: model.record for model in look.models}
+        self._records = {model.record.deployment: model.record for model in look.models}
         new = [block for block in blocks if block.replica is None]
         urgent = {site for block in (*new, *spares.new) for site in block.sites}
         if routine:
@@ -121,7 +121,7 @@ class Memory:
                     continue
                 if replica.devices[0] != self._keys[site]:
                     continue
-                record = self._records[replica.model_hash]
+                record = self._records[replica.deployment]
                 target = kv_used_bytes(record, replica)
                 if target < replica.kv_bytes * 0.9:
                     self.actions.append(ResizeReplicaKv(name, target, "it leaves, and its memory is needed"))
@@ -135,7 +135,7 @@ class Memory:
         for name in self._beside.get(site, ()):
             replica = self._look.replicas[name]
             if name in self._closed and self._look.ready(name):
-                record = self._records[replica.model_hash]
+                record = self._records[replica.deployment]
                 held += fixed_bytes(record) + kv_used_bytes(record, replica) // record.gpus
             else:
                 held += replica.budget_bytes
@@ -200,7 +200,7 @@ class Memory:
         wanted = int(self._settings.start_factor * each) if self._resizes else self._target(block)
         kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))
         keys = tuple(look.problem.sites[site].key for site in block.sites)
-        self.actions.append(StartReplica(record.model_hash, keys, need.text, kv_bytes=kv))
+        self.actions.append(StartReplica(record.deployment, keys, need.text, kv_bytes=kv))
         self._take(block, fixed + -(-kv // record.gpus))
 
     def _start_spare(self, block: Block) -> None:
@@ -212,6 +212,6 @@ class Memory:
             need = self._look.needs[block.need]
             reason = f"spare for rushes of {need.level:.2f}; {need.text}"
             key = self._look.problem.sites[site].key
-            self.actions.append(StartReplica(record.model_hash, (key,), reason, kv_bytes=least))
+            self.actions.append(StartReplica(record.deployment, (key,), reason, kv_bytes=least))
             self.spares.append(block.place)
             self._take(block, each)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 # ------------------------------------------------------------------------------------------------------------------- TWU
 
@@ -76,22 +76,22 @@ def default_weight(weights_bytes: int) -> float:
     return WEIGHT_8B if weights_bytes < 48_000_000_000 else WEIGHT_72B
 
 
-def base_weights(tokens_per_s: Mapping[ModelHash, float]) -> dict[ModelHash, float]:
+def base_weights(tokens_per_s: Mapping[DeploymentKey, float]) -> dict[DeploymentKey, float]:
     """Weights by capacity profiles: how many times fewer tokens per second a model makes than the fastest of them."""
     fastest = max(tokens_per_s.values(), default=0.0)
     if any(not rate > 0.0 for rate in tokens_per_s.values()):
         raise ValueError("a throughput must be above 0")
-    return {model_hash: fastest / rate for model_hash, rate in tokens_per_s.items()}
+    return {deployment: fastest / rate for deployment, rate in tokens_per_s.items()}
 
 
-def current_weights(base: Mapping[ModelHash, float], device_twu: float) -> dict[ModelHash, float]:
+def current_weights(base: Mapping[DeploymentKey, float], device_twu: float) -> dict[DeploymentKey, float]:
     """Above a TWU of 0.8 the heaviest model's weight is multiplied by 0.6: lower priority, never refusal.
 
     Of equally heavy models the one with the lowest hash is meant. A model alone has nobody to give way to.
     """
     weights = dict(base)
     if device_twu > TWU_LOWERS_HEAVIEST and len(weights) > 1:
-        heaviest = min(weights, key=lambda model_hash: (-weights[model_hash], model_hash))
+        heaviest = min(weights, key=lambda deployment: (-weights[deployment], deployment))
         weights[heaviest] *= HEAVIEST_FACTOR
     return weights
 
@@ -124,9 +124,9 @@ def interference(p95_beside_s: float, p95_alone_s: float) -> float:
     return min(100.0, 100.0 * max(0.0, p95_beside_s / p95_alone_s - 1.0))
 
 
-def most_disturbing(by_source: Mapping[ModelHash, float]) -> ModelHash | None:
+def most_disturbing(by_source: Mapping[DeploymentKey, float]) -> DeploymentKey | None:
     """Who yields for a target that is treated unfairly: the source that disturbs it most, if any does."""
-    source = min(by_source, key=lambda model_hash: (-by_source[model_hash], model_hash), default=None)
+    source = min(by_source, key=lambda deployment: (-by_source[deployment], deployment), default=None)
     return source if source is not None and by_source[source] > 0.0 else None
 
 

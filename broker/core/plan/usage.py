@@ -11,7 +11,7 @@ from broker.core.pool.catalogue import Catalogue, DeviceKey
 from broker.core.pool.describe import seconds_text
 from broker.core.pool.events import SchedulerSettings
 from broker.core.pool.state import Demand, Device, Pool, Replica
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import ModelRecord, ReplicaState
 
 _NO_DEMAND = Demand()
@@ -37,12 +37,12 @@ class Usage:
         self._catalogue = catalogue
         self.looked_s = 0.0
         """When the last look was."""
-        self._demand: dict[ModelHash, Demand] = {}
+        self._demand: dict[DeploymentKey, Demand] = {}
         self._held: dict[DeviceKey, int] = {}
         self._leavers_on: dict[DeviceKey, list[Leaver]] = {}
         self._idle_on: dict[DeviceKey, Device] | None = None
 
-    def look(self, now_s: float) -> dict[ModelHash, Demand]:
+    def look(self, now_s: float) -> dict[DeploymentKey, Demand]:
         """Takes the demand of this moment; what follows refers to it."""
         self.looked_s = now_s
         self._demand = self._pool.demand(now_s)
@@ -51,31 +51,31 @@ class Usage:
         self._idle_on = None
         return self._demand
 
-    def demand(self, model_hash: ModelHash) -> Demand:
+    def demand(self, deployment: DeploymentKey) -> Demand:
         """Demand for one model, as of the last :meth:`look`."""
-        return self._demand.get(model_hash, _NO_DEMAND)
+        return self._demand.get(deployment, _NO_DEMAND)
 
-    def replicas_count(self, model_hash: ModelHash) -> int:
+    def replicas_count(self, deployment: DeploymentKey) -> int:
         """Replicas that serve or will."""
-        return len(self._pool.open_replicas(model_hash)) + self._pool.coming_replicas(model_hash)
+        return len(self._pool.open_replicas(deployment)) + self._pool.coming_replicas(deployment)
 
-    def spare(self, model_hash: ModelHash) -> int:
+    def spare(self, deployment: DeploymentKey) -> int:
         """How many open replicas a model has above its minimum."""
-        record = self._catalogue.of_hash(model_hash)
-        return len(self._pool.open_replicas(model_hash)) - (record.min_replicas if record is not None else 0)
+        record = self._catalogue.of_deployment(deployment)
+        return len(self._pool.open_replicas(deployment)) - (record.min_replicas if record is not None else 0)
 
     # ------------------------------------------------------------------------------------------------------------ who stays
 
     def stays(self, replica: Replica) -> bool:
         """Whether a ready replica may not be evicted by anybody: pinned, locked, or needed for its model's minimum."""
-        record = self._catalogue.of_hash(replica.report.model_hash)
+        record = self._catalogue.of_deployment(replica.report.deployment)
         return (record is not None and self.all_stay(record)) or self._pool.replica_locked(replica)
 
     def all_stay(self, record: ModelRecord) -> bool:
         """Whether no replica of a model may be evicted now."""
-        if self._catalogue.pinned(record) or self._catalogue.locked(record.model_hash):
+        if self._catalogue.pinned(record) or self._catalogue.locked(record.deployment):
             return True
-        return record.min_replicas > 0 and self.spare(record.model_hash) <= 0
+        return record.min_replicas > 0 and self.spare(record.deployment) <= 0
 
     def held_bytes(self, device: Device) -> int:
         """What pinned models and minimum replicas keep of a device whatever anybody wants, those on their way included."""
@@ -84,27 +84,27 @@ class Usage:
         known = self._held.get(device.key)
         if known is None:
             room = self._pool.room(device)
-            known = sum(r.budget_bytes for r in room.promised if self.holds(r.model_hash))
+            known = sum(r.budget_bytes for r in room.promised if self.holds(r.deployment))
             for replica in room.replicas:
-                if not replica.dead and replica.replica not in self._pool.leaving and self.holds(replica.report.model_hash):
+                if not replica.dead and replica.replica not in self._pool.leaving and self.holds(replica.report.deployment):
                     known += self._least_bytes(replica)
             self._held[device.key] = known
         return known
 
     def _least_bytes(self, replica: Replica) -> int:
         """Of its budget, what a replica keeps when others need room: KV that it was lent beyond its own need goes back."""
-        record = self._catalogue.of_hash(replica.report.model_hash)
+        record = self._catalogue.of_deployment(replica.report.deployment)
         held = replica.report.budget_bytes
-        return held if record is None or self._catalogue.locked(record.model_hash) else min(held, record.budget_bytes)
+        return held if record is None or self._catalogue.locked(record.deployment) else min(held, record.budget_bytes)
 
-    def holds(self, model_hash: ModelHash) -> bool:
+    def holds(self, deployment: DeploymentKey) -> bool:
         """Whether all replicas that a model has are kept."""
-        record = self._catalogue.of_hash(model_hash)
+        record = self._catalogue.of_deployment(deployment)
         if record is None:
             return False
-        if self._catalogue.pinned(record) or self._catalogue.locked(model_hash):
+        if self._catalogue.pinned(record) or self._catalogue.locked(deployment):
             return True
-        return 0 < self.replicas_count(model_hash) <= record.min_replicas
+        return 0 < self.replicas_count(deployment) <= record.min_replicas
 
     # ---------------------------------------------------------------------------------------------------------- who is busy
 
@@ -113,18 +113,18 @@ class Usage:
 
         The gateways' word counts, not the replica's own counters: those can be stuck (PAINS K1).
         """
-        demand = self._demand.get(replica.report.model_hash, _NO_DEMAND)
+        demand = self._demand.get(replica.report.deployment, _NO_DEMAND)
         if not demand.any:
             return False
         if demand.waiting > 0 or replica.report.running:
             return True
         if self.looked_s - replica.last_used_s < self._settings.idle_release_s:
             return True
-        return len(self._pool.open_replicas(replica.report.model_hash)) <= 1
+        return len(self._pool.open_replicas(replica.report.deployment)) <= 1
 
     def last_used_s(self, replica: Replica) -> float:
         """When the replica, or its model anywhere, was last used."""
-        return max(replica.last_used_s, self._catalogue.model(replica.report.model_hash).last_used_s)
+        return max(replica.last_used_s, self._catalogue.model(replica.report.deployment).last_used_s)
 
     def idle_s(self, now_s: float, replica: Replica) -> float:
         """Since it was last used, or became ready."""

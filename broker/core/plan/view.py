@@ -9,7 +9,7 @@ from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import MODELS_PER_DEVICE, SchedulerSettings
 from broker.core.pool.state import COMING, Demand, Device, Flow, Pool, Replica, Reservation
 from broker.core.pool.transactions import Transactions
-from subjects.ids import ModelHash, ReplicaId, base_name
+from subjects.ids import DeploymentKey, ReplicaId, base_name
 from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
 
 _NO_DEMAND = Demand()
@@ -45,17 +45,17 @@ class ViewBuilder:
     def build(self, now_s: float) -> PoolView:
         """The pool now, with demand as of the planner's last look, and the flow since the last view."""
         flows = self._pool.take_flow()
-        coming: dict[ModelHash, list[Reservation]] = {}
+        coming: dict[DeploymentKey, list[Reservation]] = {}
         for held in self._pool.unlisted_reservations():
-            coming.setdefault(held.model_hash, []).append(held)
-        records = sorted(self._catalogue.by_hash(), key=lambda record: record.model_hash)
+            coming.setdefault(held.deployment, []).append(held)
+        records = sorted(self._catalogue.by_deployment(), key=lambda record: record.deployment)
         unpriced = [record for record in records if not self.priced(record)]
         if unpriced:
             records = [record for record in records if self.priced(record)]
         known, self._replicas = self._replicas, {}
         models = {
-            record.model_hash: self._model(
-                now_s, record, coming.get(record.model_hash, []), flows.get(record.model_hash), known
+            record.deployment: self._model(
+                now_s, record, coming.get(record.deployment, []), flows.get(record.deployment), known
             )
             for record in records
         }
@@ -77,9 +77,9 @@ class ViewBuilder:
                 load = catalogue.declared[name]
                 record = catalogue.records.get(load.model)
                 if record is not None or not load.model:
-                    model_hash = record.model_hash if record is not None else None
+                    deployment = record.deployment if record is not None else None
                     events.append(
-                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, model_hash, load.factor, load.at_least)
+                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, deployment, load.factor, load.at_least)
                     )
             self._events = (catalogue.news, tuple(events))
         return self._events[1]
@@ -95,15 +95,15 @@ class ViewBuilder:
             self._kinds = tuple(dict.fromkeys(device.report.device_type for device in devices))
         return any(kind in record.costs for kind in self._kinds)
 
-    def _held(self, records: list[ModelRecord], coming: dict[ModelHash, list[Reservation]]) -> dict[DeviceKey, int]:
+    def _held(self, records: list[ModelRecord], coming: dict[DeploymentKey, list[Reservation]]) -> dict[DeviceKey, int]:
         """Bytes that these models hold, or were promised, of each device."""
         held: dict[DeviceKey, int] = {}
         for record in records:
-            for replica in self._pool.replicas_for(record.model_hash):
+            for replica in self._pool.replicas_for(record.deployment):
                 for device in () if replica.dead else replica.devices:
                     key = (replica.worker, device)
                     held[key] = held.get(key, 0) + replica.report.budget_bytes
-            for promise in coming.get(record.model_hash, ()):
+            for promise in coming.get(record.deployment, ()):
                 for device in promise.devices:
                     key = (promise.worker, device)
                     held[key] = held.get(key, 0) + promise.budget_bytes
@@ -138,13 +138,13 @@ class ViewBuilder:
         known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
     ) -> ModelView:
         pool, catalogue = self._pool, self._catalogue
-        model_hash = record.model_hash
-        model = catalogue.model(model_hash)
-        demand = self._planner.demand(model_hash)
+        deployment = record.deployment
+        model = catalogue.model(deployment)
+        demand = self._planner.demand(deployment)
         stays = self._planner.usage.all_stay(record)
         replicas: list[ReplicaView] = []
         leaving = 0
-        for replica in pool.replicas_for(model_hash):
+        for replica in pool.replicas_for(deployment):
             if replica.dead or pool.worker_leaves(replica.worker):
                 continue
             state = replica.report.state
@@ -166,8 +166,8 @@ class ViewBuilder:
             finished=flow.finished if flow is not None else 0,
             within_slo=flow.within_slo if flow is not None else 0,
             load_s=model.load_s if model.load_s is not None else load_s_guess(record),
-            may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(model_hash),
-            may_act=catalogue.mode(model_hash) is Mode.ACT,
+            may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(deployment),
+            may_act=catalogue.mode(deployment) is Mode.ACT,
             finished_output_tokens=flow.finished_output_tokens if flow is not None else 0,
         )
 
@@ -190,7 +190,7 @@ class ViewBuilder:
             since_s = transaction.begun_s if transaction is not None else replica.reported_s - report.state_s
         view = ReplicaView(
             replica.replica,
-            report.model_hash,
+            report.deployment,
             tuple([(replica.worker, device) for device in replica.devices]),
             ReplicaState.READY if ready else ReplicaState.LOADING,
             since_s,
@@ -214,7 +214,7 @@ class ViewBuilder:
         placed = transaction.record if transaction is not None and transaction.record is not None else record
         return ReplicaView(
             replica=ReplicaId(held.replica_name),
-            model_hash=held.model_hash,
+            deployment=held.deployment,
             devices=tuple((held.worker, device) for device in held.devices),
             state=ReplicaState.LOADING,
             since_s=begun_s,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from broker.core.pool.events import SchedulerCommand, SchedulerSettings, SendCommand
 from broker.core.pool.transaction import Change, Operation, Transaction, Victim
-from subjects.ids import ModelHash, OperationId, ReplicaId
+from subjects.ids import DeploymentKey, OperationId, ReplicaId
 from subjects.messages import (
     DrainReplica,
     EvictKv,
@@ -111,7 +111,7 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         order: KvOrder,
-        model_hash: ModelHash | None,
+        deployment: DeploymentKey | None,
         out: list[SchedulerCommand],
         *,
         operation: OperationId | None = None,
@@ -125,7 +125,7 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 ratio=order.ratio,
-                model_hash=model_hash,
+                deployment=deployment,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -135,7 +135,7 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 source_worker=order.source,
-                model_hash=model_hash,
+                deployment=deployment,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -209,7 +209,7 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         replicas: Sequence[ReplicaId],
-        model_hashes: Sequence[ModelHash],
+        deployments: Sequence[DeploymentKey],
         *,
         forced: bool,
     ) -> None:
@@ -228,7 +228,7 @@ class Orders:
                 restores=transaction.restores,
                 by_policy=transaction.by_policy,
                 replicas=tuple(replicas),
-                model_hashes=tuple(model_hashes),
+                deployments=tuple(deployments),
                 forced=forced,
                 drain_s=transaction.drain_s,
                 kv_bytes=change.kv_bytes if change is not None else None,

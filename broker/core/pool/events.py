@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandReply,
@@ -193,7 +193,7 @@ class KvOrdered:
     """A person wants something done about a model's KV by a worker's node: evicted, or pulled from another's (SCH-8)."""
 
     worker: WorkerId
-    model_hash: ModelHash
+    deployment: DeploymentKey
     order: KvOrder
 
 
