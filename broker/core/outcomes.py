@@ -142,7 +142,7 @@ class Outcomes:
         text = f"loading {record.name} on {transaction.worker}/{transaction.device} failed: {transaction.failure}"
         evidence = {"attempt": str(model.failures), "next_try_in_s": f"{max(0.0, model.retry_s - now_s):.0f}"}
         self.alert(
-            now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool get models {record.name}", out
+            now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool explain {record.name}", out
         )
 
     def _load_failed(self, now_s: float, deployment: DeploymentKey, failure: str, device: DeviceKey | None) -> None:

@@ -42,8 +42,6 @@ from broker.core.pool.events import (
     BusRoundTripMade,
     CommandAnswered,
     CommandUnanswered,
-    DeviceLocked,
-    DeviceUnlocked,
     DigestRestored,
     DrainRequested,
     IngressReported,
@@ -51,27 +49,17 @@ from broker.core.pool.events import (
     KvOrdered,
     LeadershipGained,
     LeadershipLost,
-    LoadDeclared,
-    LoadWithdrawn,
     ModelApplied,
-    ModelLocked,
-    ModelPinned,
     ModelRemoved,
-    ModelUnlocked,
-    ModelUnpinned,
-    ModeSet,
     OperationSeen,
+    OverridesChanged,
     RegistryLoaded,
-    ReplicaLocked,
-    ReplicaUnlocked,
     Resign,
     SchedulerCommand,
     SchedulerEvent,
     SchedulerSettings,
     Ticked,
     UnloadRequested,
-    WorkerClosed,
-    WorkerOpened,
     WorkerReported,
 )
 from broker.core.pool.journal import Course, resume
@@ -181,39 +169,16 @@ class SchedulerCore:
                     self.catalogue.apply(event.record)
             case ModelRemoved():
                 self.catalogue.remove(event.name)
-            case ModelPinned():
-                self.catalogue.pin(event.name, True)
-            case ModelUnpinned():
-                self.catalogue.pin(event.name, False)
+            case OverridesChanged():
+                self.catalogue.override(event.overrides)
+                self.pool.override(event.overrides)
             case UnloadRequested():
                 self._unload_requested(now_s, event.name, out)
             case KvOrdered():
                 if self.leads and event.worker in self.pool.workers:
                     self.actions.ask_kv(now_s, event.worker, event.deployment, event.order, out)
-            case ModelLocked():
-                self.catalogue.lock(event.name, True)
-            case ModelUnlocked():
-                self.catalogue.lock(event.name, False)
-            case ModeSet():
-                self.catalogue.set_mode(event.name, event.mode)
-            case LoadDeclared():
-                self.catalogue.declare(event)
-            case LoadWithdrawn():
-                self.catalogue.withdraw(event.name)
             case DrainRequested():
                 self._drain_requested(now_s, event, out)
-            case WorkerClosed():
-                self.pool.close(event.name, True, event.device, bound_s=event.bound_s)
-            case WorkerOpened():
-                self.pool.close(event.name, False, event.device)
-            case DeviceLocked():
-                self.pool.lock_device(event.name, event.device, True)
-            case DeviceUnlocked():
-                self.pool.lock_device(event.name, event.device, False)
-            case ReplicaLocked():
-                self.pool.lock_replica(event.replica, True)
-            case ReplicaUnlocked():
-                self.pool.lock_replica(event.replica, False)
             case JournalRestored():
                 self._unfinished = event.entries
                 decide = False
@@ -281,7 +246,7 @@ class SchedulerCore:
             )
         if self.pool.mass_silence:
             text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
-            self.outcomes.alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool doctor", out)
+            self.outcomes.alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool get devices", out)
         if self.leads:
             self.transactions.tick(now_s, out)
 

@@ -32,6 +32,7 @@ from broker.core.pool.events import (
     ModelApplied,
     ModelRemoved,
     OperationSeen,
+    OverridesChanged,
     PublishDigest,
     RaiseAlert,
     RegistryLoaded,
@@ -45,7 +46,6 @@ from broker.core.pool.events import (
     WorkerReported,
 )
 from broker.core.pool.older import told_by_gateway, told_by_worker
-from broker.core.pool.overrides import changes
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
 from broker.scheduler.journal_keeper import JournalKeeper
@@ -68,7 +68,6 @@ from subjects.messages import (
     ControlReply,
     ControlRequest,
     IngressTelemetry,
-    Overrides,
     PoolDigest,
     Severity,
     WorkerBeat,
@@ -150,7 +149,12 @@ class Scheduler:
             on_applied=lambda record: self._step(ModelApplied(record)),
             on_removed=lambda name: self._step(ModelRemoved(name)),
         )
-        self.overrides = OverridesSync(bus, registry, leads=lambda: self.lease.holds, on_changed=self._overrides_changed)
+        self.overrides = OverridesSync(
+            bus,
+            registry,
+            leads=lambda: self.lease.holds,
+            on_changed=lambda overrides: self._step(OverridesChanged(overrides)),
+        )
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
         self.control = Control(
             bus,
@@ -224,10 +228,6 @@ class Scheduler:
         await self.registry.start()
         await self.lease.run()
 
-    def _overrides_changed(self, before: Overrides, after: Overrides) -> None:
-        for event in changes(before, after):
-            self._step(event)
-
     def _gained(self, epoch: int) -> None:
         self._tasks.spawn(self._take_over(epoch))
 
@@ -265,7 +265,7 @@ class Scheduler:
                 kind="journal-lost",
                 scope="pool",
                 text=f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less",
-                remedy="carpool doctor",
+                remedy="carpool get timeline",
             )
         )
 

@@ -16,7 +16,7 @@ import tracemalloc
 from typing import Any
 
 from broker.core.requests.affinity import PromptPrefix, ReuseCosts, prompt_prefix, reuse_costs
-from broker.core.requests.links import Hands
+from broker.core.requests.links import Links
 from broker.core.requests.live import LiveRequest
 from kvcache.core.identity import spans_of
 from kvcache.core.prefix_index import PrefixIndex
@@ -113,7 +113,7 @@ def _chain(number: int, tokens: int) -> list[bytes]:
     return chain_hashes([number, *range(tokens - 1)], BLOCK, tenant_salt("bench"))
 
 
-def _time_us(hands: Hands, chain: list[bytes], costs: ReuseCosts | None) -> float:
+def _time_us(hands: Links, chain: list[bytes], costs: ReuseCosts | None) -> float:
     """Of one choice, the mean of a few in a row."""
     lives = [_live(chain, None) for _ in range(CALLS)]
     started_s = time.thread_time()
@@ -160,8 +160,8 @@ def _worker(number: int) -> WorkerId:
     return WorkerId(f"worker-{number:02}")
 
 
-def _hands(index: PrefixIndex | None) -> Hands:
-    hands = Hands(index)
+def _hands(index: PrefixIndex | None) -> Links:
+    hands = Links(index)
     for number in range(REPLICAS):
         hands.serves(_replica(number), _RECORD.deployment)
         room = Room(hands=0, slots=8 + number % 5, pages=1 << 16, tokens=1 << 20)

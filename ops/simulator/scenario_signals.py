@@ -12,11 +12,7 @@ def forecast(seed: int, processes: int, say: Say) -> Figures:
     figures: Figures = {}
     for name in ("week", "five-lines"):
         say(f"{name}, second by second")
-        found = report(name, seed, classes=False)
-        figures[f"{name}_right"] = found["right"]
-        for horizon, methods in found["horizons"].items():
-            figures |= {f"{name}_{method}_{horizon}s": accuracy for method, accuracy in methods.items()}
-        figures |= {f"{name}_below_{level}": share for level, share in found["below"].items()}
+        figures |= report(name, seed)
     return figures
 
 

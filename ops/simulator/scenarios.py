@@ -38,8 +38,6 @@ SCENARIOS: dict[str, Scenario] = {
     "scale": Scenario("200 models on 1,000 GPUs: time of a decision on one core", scenario_limits.scale),
     "learning": Scenario("variance of p95 on unlike devices, with learned scores and without", scenario_signals.learning),
     "twu-lead": Scenario("how long before congestion TWU warns, beside utilisation", scenario_signals.twu_lead),
-    "forecast": Scenario(
-        "how right the forecast is, beside naive, seasonal-naive and Holt-Winters", scenario_signals.forecast
-    ),
+    "forecast": Scenario("how right the forecast is, beside naive and seasonal-naive", scenario_signals.forecast),
 }
 """By name."""

@@ -835,6 +835,6 @@ class World:
         raise Broken(f"{leftovers} are still there {CLEAN_BOUND_S} s after the last end")
 
     def _leftovers(self) -> list[str]:
-        kept = [f"{p.name}: {p.core._live} {p.core._hands.links}" for p in self.gateways if p.alive and not p.core.idle]
+        kept = [f"{p.name}: {p.core._live} {p.core._links.links}" for p in self.gateways if p.alive and not p.core.idle]
         kept += [f"{p.name}: {p.runs} {p.core._requests}" for p in self.replicas if p.alive and (p.runs or not p.core.idle)]
         return kept + [f"ticket {queued}" for queued in self._queue.values()]

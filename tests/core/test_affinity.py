@@ -286,7 +286,7 @@ def test_who_leaves_while_it_waits_leaves_nothing_behind() -> None:
     gateway = Affine(slots_at_a=0)
     gateway.ask("one")
     assert gateway(e.ClientLeft(RequestId("one"))) == ["end one cancelled"]
-    assert not gateway.core._hands._held_out and not gateway.core._hands.any_parked
+    assert not gateway.core._links._held_out and not gateway.core._links.any_parked
     assert went(gateway.ask("two", None)) == B
 
 

@@ -711,6 +711,19 @@ def test_loads_on_one_device_run_one_after_the_other_and_devices_do_not_wait_for
     assert h.state("e-0") is ReplicaState.ABSENT
 
 
+def test_what_a_load_takes_begins_with_its_turn() -> None:
+    """A load that waited 5 s for another one on its device and then took 2 s is told as 2 s: prices of loads follow it."""
+    h = Harness()
+    h.load("a", budget_bytes=20)
+    h.load("b", budget_bytes=20)
+    for name, seconds in (("a", 5.0), ("b", 2.0)):
+        h.spawned(f"{name}-0")
+        h.now_s += seconds
+        commands = h.says(f"{name}-0", Progress(state=ReplicaState.WARMING), Ready(info=INFO))
+        (end,) = [c.event for c in commands if isinstance(c, PublishEvent) and isinstance(c.event, OperationEnded)]
+        assert end.took_s == pytest.approx(seconds)
+
+
 def test_a_queued_load_is_unloaded_without_force_and_never_starts() -> None:
     """Nobody is served by it; there is nothing to drain."""
     h = Harness()

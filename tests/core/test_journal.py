@@ -18,6 +18,9 @@ from subjects.messages import (
     JournalEntry,
     LoadModel,
     ModelRecord,
+    Override,
+    OverrideKind,
+    Overrides,
     ReplicaReport,
     ReplicaState,
     StepEnded,
@@ -168,7 +171,7 @@ def test_a_newcomer_that_nobody_may_start_is_made_good_for() -> None:
     (found,) = resume(entries, pool_of(), catalogue_of(record("old")))
     assert (found.course, found.gone) == (Course.MAKE_GOOD, (gone,))
     locked = catalogue_of()
-    locked.lock("new", True)
+    locked.override(Overrides(entries=(Override(kind=OverrideKind.MODEL_LOCK, about="new"),)))
     (found,) = resume(entries, pool_of(), locked)
     assert (found.course, found.gone) == (Course.MAKE_GOOD, (gone,))
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.pool.events import DigestRestored, LeadershipGained, ModelPinned, SchedulerSettings
+from broker.core.pool.events import DigestRestored, LeadershipGained, ModelRemoved, SchedulerSettings
 from subjects.messages import DrainReplica, EngineType, LoadModel, PoolDigest, PoolModel, ReplicaState, TimelineEntry
 from tests.core.scheduler_world import UNIX_S, record
 from tests.core.test_placement import A, B, Bench, C, V, commands, listed, sent, settled
+from tests.core.words import pin, said
 
 GUESS_S = 5.0 + 768 / 200
 """A first guess for a model whose weights are 768 MiB."""
 
 
 def told(bench: Bench, name: str, *, after_s: float = 0.0) -> PoolModel:
-    """The digest's word on a model: a pin is news, so that there is a new one at once."""
+    """The digest's word on a model: a removal is news, so that there is a new one at once."""
     bench.tick(after_s)
-    bench.step(ModelPinned("nobody"))
+    bench.step(ModelRemoved("nobody"))
     return next(model for model in bench.digest.models if model.name == name)
 
 
@@ -114,7 +115,7 @@ def test_what_can_never_be_is_told_for_ever_or_for_half_a_minute() -> None:
     assert words(told(bench, "big")) == (0.0, f"needs {need}, largest device has 3.0 GiB", 0, True)
     assert "cannot-fit" in bench.alerts()
     bench = settled(A, B, record("kept", min_replicas=1))
-    bench.step(ModelPinned("a"))
+    bench.step(said(pin("a")))
     bench.report(listed("a"), listed("kept"), gib=2.0)
     need = "1.0 GiB (weights 768.0 MiB + KV 128.0 MiB + overhead 128.0 MiB)"
     text = f"no capacity, pinned: needs {need}; pinned models or minimum replicas hold the room (a, kept)"
@@ -223,7 +224,7 @@ def test_the_timeline_goes_on_from_an_earlier_leaders() -> None:
     bench.step(LeadershipGained(7))
     bench.tick(0.6)
     bench.report()
-    bench.step(ModelPinned("nobody"))
+    bench.step(ModelRemoved("nobody"))
     assert [entry.model for entry in bench.digest.timeline] == ["m2", "m3", "m4"]
     (load,) = sent(bench.demand(a=0.2))
     begun_s = bench.now_s

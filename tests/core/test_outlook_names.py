@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.pool.events import ModelApplied, ModelPinned, ModelRemoved
+from broker.core.pool.events import ModelApplied, ModelRemoved
 from broker.core.requests import events as e
 from broker.core.requests.admission import ModelView, pool_refusal
 from subjects.ids import ReplicaId, RequestId
@@ -13,6 +13,7 @@ from tests.core.scheduler_world import deployment, record
 from tests.core.test_outlook import told, words
 from tests.core.test_placement import Bench, V, W, commands, listed, settled
 from tests.core.test_requests import Gateway
+from tests.core.words import pin, said
 
 SHARED = deployment("x")
 
@@ -107,7 +108,7 @@ def test_the_record_that_fits_beside_what_must_stay_is_loaded(pinned_gib: float)
     """Both fit the empty device, one beside a pinned model; where none does, both names are told that for now."""
     both = (named("a", 2.5), named("b", 1.0))
     bench = settled(record("kept", pinned_gib), *both)
-    bench.step(ModelPinned("kept"))
+    bench.step(said(pin("kept")))
     bench.report(listed("kept", replica="kept-9-1-00000000aa", gib=pinned_gib), gib=3.0)
     bench.tick(0.1)
     fits = pinned_gib == 1.0
@@ -118,7 +119,7 @@ def test_the_record_that_fits_beside_what_must_stay_is_loaded(pinned_gib: float)
 def test_a_pinned_model_does_not_stand_in_its_own_way() -> None:
     """Its own replica holds the room: the first name that fits the device speaks, look after look."""
     bench = settled(named("a", 2.0), named("b", 1.0))
-    bench.step(ModelPinned("a"))
+    bench.step(said(pin("a")))
     bench.report(listed("x", replica="a-9-1-00000000aa", gib=2.0), gib=3.5)
     seen = []
     for _ in range(4):

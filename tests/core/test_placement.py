@@ -18,8 +18,6 @@ from broker.core.pool.events import (
     LeadershipGained,
     LeadershipLost,
     ModelApplied,
-    ModelPinned,
-    ModelUnpinned,
     OperationSeen,
     PublishDigest,
     RaiseAlert,
@@ -32,6 +30,7 @@ from broker.core.pool.events import (
     Ticked,
     WorkerReported,
 )
+from broker.core.pool.overrides import UNPINNED
 from broker.core.pool.transactions import TRANSITIONS, Stage
 from broker.core.scheduler import SchedulerCore
 from subjects.ids import DeviceId, IngressId, OperationId, ReplicaId, WorkerId
@@ -58,6 +57,7 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 from tests.core.scheduler_world import GIB, UNIX_S, deployment, model_hash, record
+from tests.core.words import pin, said
 
 W, V = WorkerId("w-0000000001"), WorkerId("v-0000000002")
 CPU = DeviceId("cpu0")
@@ -636,9 +636,9 @@ def test_pins_by_hand_win_over_the_record_both_ways() -> None:
     assert bench.demand(b=0.2) == []
     assert bench.refusal("b").startswith("no capacity, pinned: needs 1.0 GiB")
     assert bench.refusal("b").endswith("hold the room (a)")
-    assert len(sent(bench.step(ModelUnpinned("a")))) == 1
+    assert len(sent(bench.step(said(pin("a", UNPINNED))))) == 1
     bench = settled(A, B)
-    bench.step(ModelPinned("a"))
+    bench.step(said(pin("a")))
     bench.report(listed("a"))
     assert bench.demand(b=0.2) == []
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.pool.events import ModelPinned, ModelRemoved, ModelUnpinned, SchedulerSettings, UnloadRequested
+from broker.core.pool.events import ModelRemoved, SchedulerSettings, UnloadRequested
+from broker.core.pool.overrides import UNPINNED
 from subjects.messages import EngineType
 from tests.core.scheduler_world import World, deployment, record
+from tests.core.words import pin, said
 
 A, B, C = record("a"), record("b"), record("c")
 
@@ -263,7 +265,7 @@ def test_a_persons_pin_wins_over_the_record() -> None:
     world.agent(cpu0=1.0)
     world.ask("a")
     world.run(5)
-    world.step(ModelPinned("a"))
+    world.step(said(pin("a")))
     request = world.ask("b")
     world.run(30)
     assert "pinned" in request.refusal and world.loaded() == ["a"]
@@ -276,11 +278,11 @@ def test_a_pin_counts_under_each_name_of_a_model() -> None:
     world.agent(cpu0=1.0)
     world.ask("a")
     world.run(5)
-    world.step(ModelPinned("z"))
+    world.step(said(pin("z")))
     request = world.ask("b")
     world.run(30)
     assert "pinned" in request.refusal and world.loaded() == ["a"]
-    world.step(ModelUnpinned("z"))
+    world.step(said(pin("z", UNPINNED)))
     world.ask("b")
     world.run(60)
     assert world.loaded() == ["b"]

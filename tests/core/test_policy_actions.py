@@ -23,12 +23,7 @@ from broker.core.pool.events import (
     IngressReported,
     JournalRestored,
     LeadershipGained,
-    LoadDeclared,
-    LoadWithdrawn,
     ModelApplied,
-    ModelLocked,
-    ModelUnlocked,
-    ModeSet,
     OperationSeen,
     RegistryLoaded,
     SchedulerCommand,
@@ -64,6 +59,7 @@ from subjects.messages import (
 )
 from tests.core.scheduler_world import GIB, UNIX_S, deployment, model_hash, record
 from tests.core.test_placement import A, B, Bench, commands
+from tests.core.words import expect, lock, mode, said
 
 W = WorkerId("w-0000000001")
 GPUS = tuple(DeviceId(f"gpu{index}") for index in range(4))
@@ -249,9 +245,9 @@ def test_a_policy_sees_the_pool_and_its_flow() -> None:
 def test_a_policy_hears_what_people_expect_and_the_time_of_day() -> None:
     """Events by the model's hash of the day, those of unknown models not (SCH-5); what engines tell comes along (SCH-13)."""
     pool = Pool(A, B)
-    pool.step(LoadDeclared("sale", 10.0, 20.0, factor=2.0))
-    pool.step(LoadDeclared("launch", 30.0, 40.0, "a", 3.0, 0.5))
-    pool.step(LoadDeclared("other", 30.0, 40.0, "nobody"))
+    sale, launch = expect("sale", 10.0, 20.0, factor=2.0), expect("launch", 30.0, 40.0, "a", 3.0, 0.5)
+    never = expect("never", 50.0, 50.0, "a", 3.0)  # It ends as it begins: nothing that this release wrote.
+    pool.step(said(sale, launch, expect("other", 30.0, 40.0, "nobody"), never))
     pool.tick(0.3)
     view = pool.policy.views[-1]
     assert view.events == (
@@ -261,7 +257,7 @@ def test_a_policy_hears_what_people_expect_and_the_time_of_day() -> None:
     assert abs(view.unix_offset_s - UNIX_S) < 1e-3
     again = msgspec.structs.replace(A, deployment=deployment("a2"), revision=A.revision + 1)
     pool.step(ModelApplied(again))
-    pool.step(LoadWithdrawn("sale"))
+    pool.step(said(launch))
     pool.tick(0.3)
     assert pool.policy.views[-1].events == (ExpectedLoad("launch", 30.0, 40.0, again.deployment, 3.0, 0.5),)
 
@@ -573,14 +569,14 @@ def test_a_model_that_may_not_be_acted_on_is_only_advised_about() -> None:
     for _ in range(5):
         pool.decide(*actions)
     assert pool.advice() == [("a", "would unload: cold"), ("a", f"would concurrency: hot; {a} would run 2 at once")]
-    pool.step(ModeSet("a", Mode.ACT))
+    pool.step(said(mode("a", Mode.ACT)))
     (drain,) = pool.decide(StopReplica(a, "cold"))
     assert isinstance(drain, DrainReplica)
-    pool.step(ModeSet("b", Mode.OBSERVE))
+    pool.step(said(mode("a", Mode.ACT), mode("b", Mode.OBSERVE)))
     told = len(pool.advice())
     assert pool.decide(StopReplica(b, "cold")) == []
     assert pool.dropped() == ["b may only be observed"] and len(pool.advice()) == told
-    pool.step(ModeSet("b", None))
+    pool.step(said(mode("a", Mode.ACT)))
     assert len(pool.decide(StopReplica(b, "cold"))) == 1
 
 
@@ -590,8 +586,7 @@ def test_a_locked_model_is_left_alone() -> None:
     a = pool.has("a", 0)
     pool.has("c", 1, gib=4.0)
     pool.tell()
-    pool.step(ModelLocked("a"))
-    pool.step(ModelLocked("b"))
+    pool.step(said(lock("a"), lock("b")))
     assert pool.decide(StopReplica(a, "x"), SetReplicaConcurrency(a, 2, "x"), start("b", 1)) == []
     assert pool.dropped() == [
         f"{a} is pinned, locked or needed for a minimum",
@@ -601,7 +596,7 @@ def test_a_locked_model_is_left_alone() -> None:
     assert commands(pool.demand(b=20.0)) == []
     (view,) = pool.view.models[A.deployment].replicas
     assert view.stays and not pool.view.models[B.deployment].may_load
-    assert [type(command) for command in commands(pool.step(ModelUnlocked("b")))] == [LoadModel]
+    assert [type(command) for command in commands(pool.step(said(lock("a"))))] == [LoadModel]
 
 
 def test_the_base_rules_serve_models_that_a_policy_may_not_act_for() -> None:

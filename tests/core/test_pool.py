@@ -8,7 +8,6 @@ from broker.core.pool.events import (
     BeatSeen,
     BusRoundTripMade,
     ModelApplied,
-    ModelPinned,
     ModelRemoved,
     OperationSeen,
     PublishDigest,
@@ -22,6 +21,7 @@ from subjects.ids import ReplicaId, WorkerId
 from subjects.messages import DrainReplica, LoadModel, ReplicaDied, ReplicaState, WorkerSnapshot
 from tests.core.scheduler_world import UNIX_S, record
 from tests.core.test_placement import A, B, Bench, V, W, commands, listed, sent, settled
+from tests.core.words import pin, said
 
 SMALL_A = record("a", 0.5)
 
@@ -38,7 +38,7 @@ def test_others_hear_at_once_of_what_changes() -> None:
     for event in (
         ModelApplied(B),
         ModelApplied(record("b", revision=2)),
-        ModelPinned("b"),
+        said(pin("b")),
         ModelRemoved("b"),
     ):
         assert is_news(bench, event)
@@ -129,7 +129,7 @@ def test_a_long_idle_model_is_unloaded_where_that_is_wished() -> None:
     ):
         bench = settled(A, settings=SchedulerSettings(idle_unload_s=idle_unload_s))
         if pinned:
-            bench.step(ModelPinned("a"))
+            bench.step(said(pin("a")))
         if waits:
             bench.demand(a=0.1)
         bench.report(listed("a", idle_s=100.0))

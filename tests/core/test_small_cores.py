@@ -8,7 +8,17 @@ from broker.core.pool.catalogue import Catalogue, Model
 from broker.core.pool.describe import bytes_text, describe_need, load_s_guess, seconds_text
 from broker.core.requests.demand import DemandLedger
 from subjects.ids import DeploymentKey, DeviceId, RequestId, Tenant, WorkerId
-from subjects.messages import Endpoint, Lane, ModelDemand, RequestKind, RequestProfile, SlaClass
+from subjects.messages import (
+    Endpoint,
+    Lane,
+    ModelDemand,
+    Override,
+    OverrideKind,
+    Overrides,
+    RequestKind,
+    RequestProfile,
+    SlaClass,
+)
 from tests.core.scheduler_world import deployment, model_hash, record
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -198,8 +208,9 @@ def test_every_change_of_the_catalogue_is_news() -> None:
     seen.append(catalogue.news)
     shared = [catalogue.all_co_locate]
     assert [catalogue.pinned(one) for one in catalogue.by_name()] == [True, False]
-    catalogue.pin("a", False)
-    catalogue.pin("b", True)
+    words = (("a", "unpinned"), ("b", "pinned"))
+    pins = tuple(Override(kind=OverrideKind.PIN, about=about, value=value) for about, value in words)
+    catalogue.override(Overrides(entries=pins))
     seen.append(catalogue.news)
     assert [catalogue.pinned(one) for one in catalogue.by_name()] == [False, True]
     catalogue.remove("b")

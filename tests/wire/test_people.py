@@ -11,14 +11,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.core.pool.events import LoadDeclared
 from broker.scheduler.shell import Scheduler
 from profiles.registry import Registry
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.errors import BusError, DecodeError
 from subjects.ids import base_name
-from subjects.messages import ControlReply, ControlRequest, DrainReplica, LoadModel, Override, OverrideKind, Overrides
+from subjects.messages import (
+    ControlReply,
+    ControlRequest,
+    DeclaredLoad,
+    DrainReplica,
+    LoadModel,
+    Override,
+    OverrideKind,
+    Overrides,
+)
 from tests.core.scheduler_world import record
 from tests.servers import NatsServer
 from tests.waiting import until
@@ -233,7 +241,7 @@ async def test_an_older_store_does_not_bring_a_lock_back(nats_server: NatsServer
         await until_stored(rig, scheduler.overrides.known)
         newer = Overrides(revision=9, entries=(lock,))
         await rig.bus.kv_put(names.LOCKS_BUCKET, "overrides", encode(newer))
-        await until(lambda: scheduler.core.catalogue._locks.get("a", False), "another scheduler's word is heard")
+        await until(lambda: "a" in scheduler.core.catalogue._locks, "another scheduler's word is heard")
         assert scheduler.overrides.known == newer
         await asyncio.sleep(0.2)
         assert scheduler.registry._registry.overrides() == newer
@@ -250,7 +258,7 @@ async def test_a_declared_event_is_kept_told_and_taken_back(nats_server: NatsSer
         row = {"event": "launch", "model": "a", "begin_unix_s": 4e9, "end_unix_s": 5e9, "factor": 3.0, "at_least": 0.0}
         assert await rig.control("get", {"what": "events"}) == [row]
         assert await rig.control("get", {"what": "locks"}) == []
-        declared = LoadDeclared("launch", 4e9, 5e9, "a", 3.0)
+        declared = DeclaredLoad(begin_unix_s=4e9, end_unix_s=5e9, model="a", factor=3.0)
         assert scheduler.core.catalogue.declared == {"launch": declared}
         standby = await rig.scheduler("standby")
         await until(lambda: standby.core.catalogue.declared == {"launch": declared}, "a standby knows it too")

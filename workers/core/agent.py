@@ -515,6 +515,10 @@ class AgentCore:
 
     def _begin_load(self, now_s: float, replica: Replica) -> None:
         replica.load_deadline_s = now_s + replica.load_timeout_s
+        if replica.load_operation in self._operations:
+            self._operations[
+                replica.load_operation
+            ].started_s = now_s  # The wait for a turn is no part of what a load takes.
         if replica.wakes:
             replica.wakes = replica.drained = False
             # What blocks its event loop now is a load: pings say nothing until it serves.

@@ -148,6 +148,7 @@ class Operation:
     """One command that was taken or refused."""
 
     started_s: float
+    """When work on it began; that of a load when its devices were free for it."""
     replica: ReplicaId | None
     refusal: str = ""
     ended: OperationEnded | None = None

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from broker.core.pool.catalogue import DeviceKey
+from subjects.errors import ConfigError
 from subjects.ids import DeploymentKey
 
 PERIOD_S = 300.0
@@ -175,7 +176,10 @@ class DeviceScores:
             del self._everywhere[next(iter(self._everywhere))]
 
     def _new_model(self) -> Any:
-        from river import linear_model, optim
+        try:
+            from river import linear_model, optim
+        except ImportError:
+            raise ConfigError("river is not installed: pip install 'carpool[research]'") from None
 
         s = self.settings
         optimizer = optim.FTRLProximal(alpha=s.alpha, beta=s.beta, l1=0.0, l2=s.l2)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from broker.core.pool.events import LoadDeclared
+from broker.core.pool.overrides import PINNED
 from subjects.ids import DeploymentKey, DeviceId, ModelHash, WorkerId
-from subjects.messages import Mode, ModelRecord
+from subjects.messages import DeclaredLoad, Mode, ModelRecord, OverrideKind, Overrides
 
 DeviceKey = tuple[WorkerId, DeviceId]
 
@@ -56,7 +56,7 @@ class Catalogue:
         """Whether no model wants a device for itself."""
         self.any_stay = False
         """Whether any model is pinned, locked, or has a minimum of replicas."""
-        self.declared: dict[str, LoadDeclared] = {}
+        self.declared: dict[str, DeclaredLoad] = {}
         """Load that people expect, by the name that they gave it."""
         self.all_act = True
         """Whether the scheduler may act by itself for every model."""
@@ -70,7 +70,7 @@ class Catalogue:
         self._by_deployment: list[ModelRecord] = []
         self._pins: dict[str, bool] = {}
         self._pinned: set[DeploymentKey] = set()
-        self._locks: dict[str, bool] = {}
+        self._locks: dict[str, None] = {}
         self._locked: set[DeploymentKey] = set()
         self._modes: dict[str, Mode] = {}
         self._mode_of: dict[DeploymentKey, Mode] = {}
@@ -104,7 +104,7 @@ class Catalogue:
         for name in sorted(self.records):
             record = self.records[name]
             self._mode_of.setdefault(record.deployment, self._modes.get(name, record.mode))
-            if self._locks.get(name, False):
+            if name in self._locks:
                 self._locked.add(record.deployment)
             if self._pins.get(name, record.pinned):
                 self._pinned.add(record.deployment)
@@ -127,41 +127,27 @@ class Catalogue:
             self._stand_back = names
             self._index()
 
-    def declare(self, load: LoadDeclared) -> None:
-        """Load that a person expects; replaces what had this name."""
-        self.declared[load.name] = load
-        self.news += 1
-
-    def withdraw(self, name: str) -> None:
-        """Takes that back; an unknown name is ignored."""
-        self.declared.pop(name, None)
-        self.news += 1
-
-    def pin(self, name: str, pinned: bool) -> None:
-        """A person's word; it wins over the record's."""
-        self._pins[name] = pinned
+    def override(self, overrides: Overrides) -> None:
+        """People's words about models, and the load that they expect, in place of what they said before."""
+        entries = overrides.entries
+        self._pins = {one.about: one.value == PINNED for one in entries if one.kind is OverrideKind.PIN}
+        self._locks = {one.about: None for one in entries if one.kind is OverrideKind.MODEL_LOCK}
+        self._modes = {one.about: Mode(one.value) for one in entries if one.kind is OverrideKind.MODE}
+        # One that does not end after it begins is nothing that this release wrote: it announces nothing.
+        self.declared = {
+            one.about: one.load
+            for one in entries
+            if one.load is not None and one.load.begin_unix_s < one.load.end_unix_s and one.kind is OverrideKind.EVENT
+        }
         self._index()
 
     def pinned(self, record: ModelRecord) -> bool:
         """Whether a model may not be evicted: one of the names that share it is pinned."""
         return record.deployment in self._pinned
 
-    def lock(self, name: str, locked: bool) -> None:
-        """A person's word: nothing automatic touches a locked model."""
-        self._locks[name] = locked
-        self._index()
-
     def locked(self, deployment: DeploymentKey) -> bool:
         """Whether one of the names that share a model is locked."""
         return deployment in self._locked
-
-    def set_mode(self, name: str, mode: Mode | None) -> None:
-        """A person's word; it wins over the record's until None takes it back."""
-        if mode is None:
-            self._modes.pop(name, None)
-        else:
-            self._modes[name] = mode
-        self._index()
 
     def mode(self, deployment: DeploymentKey) -> Mode:
         """How far the scheduler may go with a model; with one that nobody applied it may do all."""

@@ -27,9 +27,12 @@ from broker.core.pool.members import Worker as Worker
 from broker.core.pool.memory import Reservation as Reservation
 from broker.core.pool.memory import Room as Room
 from broker.core.pool.memory import rooms_of
+from broker.core.pool.overrides import split_device
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     IngressTelemetry,
+    OverrideKind,
+    Overrides,
     ReplicaReport,
     ReplicaState,
     WorkerSnapshot,
@@ -117,35 +120,18 @@ class Pool:
         self.layout += 1
         self._devices.clear()
 
-    def close(self, name: str, closed: bool, device: DeviceId | None = None, *, bound_s: float | None = None) -> None:
-        """A person drains the workers of this name (without incarnation), those to come included, or one device of them; or
-        opens them again."""
-        if closed:
-            self._closed[(name, device)] = bound_s
-        else:
-            self._closed.pop((name, device), None)
+    def override(self, overrides: Overrides) -> None:
+        """People's drains of workers and devices, those to come included, and locks of devices and replicas; they take the
+        place of what was said before."""
+        entries = overrides.entries
+        self._closed = {(one.about, None): one.bound_s for one in entries if one.kind is OverrideKind.WORKER_DRAIN}
+        self._closed |= {split_device(one.about): one.bound_s for one in entries if one.kind is OverrideKind.DEVICE_DRAIN}
+        self._locked_devices = {split_device(one.about): None for one in entries if one.kind is OverrideKind.DEVICE_LOCK}
+        self._locked_replicas = {ReplicaId(one.about): None for one in entries if one.kind is OverrideKind.REPLICA_LOCK}
         for worker in self.workers.values():
-            if device is None and base_name(worker.worker) == name:
-                worker.closed = closed
+            worker.closed = (base_name(worker.worker), None) in self._closed
         self.news += 1
         self._new_layout()
-
-    def lock_device(self, name: str, device: DeviceId, locked: bool) -> None:
-        """A person's word: nothing comes to or goes from this device of the workers of that name by itself."""
-        if locked:
-            self._locked_devices[(name, device)] = None
-        else:
-            self._locked_devices.pop((name, device), None)
-        self.news += 1
-        self._new_layout()
-
-    def lock_replica(self, replica: ReplicaId, locked: bool) -> None:
-        """A person's word: nothing automatic stops or changes this replica."""
-        if locked:
-            self._locked_replicas[replica] = None
-        else:
-            self._locked_replicas.pop(replica, None)
-        self.news += 1
 
     def is_closed(self, worker: WorkerId, device: DeviceId) -> bool:
         """Whether a person drains that device, or its whole worker."""

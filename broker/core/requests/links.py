@@ -80,7 +80,7 @@ def _place(replica: ReplicaId, worker: WorkerId | None, slots: int, link: Link, 
     return Place(replica, worker, slots, len(link.running), unseen_tokens, held_out.get(replica, 0) if held_out else 0)
 
 
-class Hands:
+class Links:
     """The links of one gateway, and who may be handed to which of them."""
 
     def __init__(self, prefixes: PrefixIndex | None = None) -> None:

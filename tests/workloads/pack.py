@@ -1,4 +1,4 @@
-"""Makes the files of ``ops/simulator/data`` from the public data sets: ``python -m ops.simulator.traces.pack --help``.
+"""Makes the files of ``ops/simulator/data`` from the public data sets: ``python -m tests.workloads.pack --help``.
 
 Needs scipy for the quantiles of the gamma distribution; nothing else in the product does. Where each set comes from, and
 under which licence, stands in ``ops/simulator/data/SOURCES.md``.
@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ops import simulator
 from ops.simulator.traces import aegaeon, azure, mooncake, servegen
 from ops.simulator.traces.draws import TABLE_OCTAVES, TABLE_STEPS
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(simulator.__file__).parent / "data"
 CV_GRID = np.round(np.geomspace(0.1, 4.0, 32), 4)
 MOONCAKE_MS = 600_000
 
