@@ -11,12 +11,11 @@ KV and storage know files, not deployments: what one computed serves the other w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
 
-from profiles.hashing import canonical_json
 from subjects.codec import decode
 from subjects.ids import DeploymentKey
 from subjects.messages import ModelRecord
@@ -30,7 +29,7 @@ them: it makes other prompts, and the gateway counts those by the tokenizer of t
 
 
 def deployment_key(record: ModelRecord) -> DeploymentKey:
-    """The key of a registry's record: SHA-256 in hex over the canonical JSON of what the module's docstring lists."""
+    """The key of a registry's record: SHA-256 in hex over JSON, keys in order, of what the module's docstring lists."""
     shape = {
         "adapters": record.adapters_max,
         "block": record.block_size,
@@ -44,8 +43,8 @@ def deployment_key(record: ModelRecord) -> DeploymentKey:
         "seqs": record.max_num_seqs,
         "tenant": record.tenant,
     }
-    text = f"carpool deployment 1\n{record.model_hash}\n{canonical_json(shape)}\n"
-    return DeploymentKey(hashlib.sha256(text.encode()).hexdigest())
+    told = msgspec.json.encode(shape, order="deterministic")
+    return DeploymentKey(hashlib.sha256(b"carpool deployment 1\n%b\n%b\n" % (record.model_hash.encode(), told)).hexdigest())
 
 
 def runs_with(options: Mapping[str, Option]) -> dict[str, Option]:
@@ -61,6 +60,11 @@ def parses_with(options: Mapping[str, Option]) -> dict[str, Option]:
 def with_deployment(record: ModelRecord) -> ModelRecord:
     """``record`` with its key; one that has it, whatever was decided about its KV since, keeps it."""
     return record if record.deployment else msgspec.structs.replace(record, deployment=deployment_key(record))
+
+
+def sharers(record: ModelRecord, records: Iterable[ModelRecord]) -> list[str]:
+    """The names of the others that share its replicas, in order."""
+    return sorted(one.name for one in records if one.deployment == record.deployment and one.name != record.name)
 
 
 def decode_record(payload: bytes) -> ModelRecord:

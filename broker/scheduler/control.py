@@ -19,7 +19,7 @@ from broker.core.scheduler import SchedulerCore
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
-from profiles.deployment import with_deployment
+from profiles.deployment import sharers, with_deployment
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
@@ -102,8 +102,10 @@ class Control:
         return rows
 
     def _name_notes(self, record: ModelRecord) -> Iterator[str]:
-        """What a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
+        """Whose replicas it shares, and what a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
         known = self._registry.records
+        if shared := sharers(record, known.values()):
+            yield f"shares replicas with {', '.join(shared)}"
         fallback = record.fallback
         if fallback and fallback not in self._names() and adapter_base(known, fallback) is None:
             yield f"its fallback {fallback!r} is not applied"
@@ -212,6 +214,7 @@ class Control:
                     "waiting": asked.waiting,
                     "running": asked.running,
                     "budget_bytes": record.budget_bytes,
+                    "deployment": record.deployment[:16],
                     "note": self._note(record),
                 }
             )
@@ -256,6 +259,7 @@ class Control:
                 "kv_pages_free": replica.report.kv_pages_free,
                 "budget_bytes": replica.report.budget_bytes,
                 "memory_bytes": replica.report.memory_bytes,
+                "deployment": replica.report.deployment[:16],
                 "note": replica.report.failure,
             }
             for replica in sorted(core.pool.replicas.values(), key=lambda r: r.replica)
