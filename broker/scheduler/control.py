@@ -102,7 +102,7 @@ class Control:
         return rows
 
     def _name_notes(self, record: ModelRecord) -> Iterator[str]:
-        """Whose replicas it shares, and what a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
+        """Whose replicas it shares, and what a name in it does not do: gateways decide by that order (``ModelTable``)."""
         known = self._registry.records
         if shared := sharers(record, known.values()):
             yield f"shares replicas with {', '.join(shared)}"

@@ -255,6 +255,7 @@ class ScriptedReplica:
             cache_salt=parts[0].cache_salt,
             max_tokens=parts[0].max_tokens,
             adapter=parts[0].adapter,
+            options=parts[0].options,
         )
 
     async def send_frames(self, ticket: Ticket, deltas: Sequence[Delta], gone: Sequence[Gone] = ()) -> None:
