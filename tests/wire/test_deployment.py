@@ -37,8 +37,8 @@ def shaped(base: ModelRecord, name: str, **changes: object) -> ModelRecord:
 
 
 async def test_a_long_prompt_is_served_by_the_replica_that_has_the_context(pool: Pool) -> None:
-    """``a-short`` and ``long`` have the same files: 1,021 tokens go to the replica of 2,048, and the short one's requests wait
-    for a replica of their own, whatever the long one has free."""
+    """``a-short`` and ``long`` have the same files: 1,021 tokens go to the replica of 2,048, and requests to the
+    short one wait for a replica of their own, whatever the long one has free."""
     base = simulated_record()
     short, long = shaped(base, "a-short", max_context_len=512, max_wait_s=1.0), shaped(base, "long", max_context_len=2048)
     await pool.register(short, long)
@@ -124,11 +124,11 @@ async def test_an_older_registry_and_worker_go_on_under_a_new_scheduler(nats_ser
         await until(lambda: agent.ready == ["a"], "a is loaded")
         assert first.registry.records == {"a": one}
         await rig.end(first)
-        rig.digest = None
         second = await rig.scheduler("t")
-        await until(lambda: second.core.leads and rig.digest is not None and rig.digest.replicas != (), "the new leader")
-        assert rig.digest is not None
-        ((told,), (model,)) = rig.digest.replicas, rig.digest.models
+        await until(lambda: second.core.leads and second.core.digests.latest is not None, "the new leader's digest")
+        digest = second.core.digests.latest
+        assert digest is not None
+        ((told,), (model,)) = digest.replicas, digest.models
         assert (told.deployment, told.state, model.deployment) == (one.deployment, ReplicaState.READY, one.deployment)
         assert [type(command) for command in agent.commands] == [LoadModel]
         assert len(second.core.pool.open_replicas(one.deployment)) == 1
