@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look
 from broker.core.plan.problem import Block, Need
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 
 TURN_S = 8.0
 """A busy model's only replica yields to one that has waited longer than this (or than what two loads cost, where that is
@@ -71,7 +71,7 @@ class Turns:
     look: Look
     layout: Layout
     value_max: float
-    claims: dict[ModelHash, tuple[int, ...]] = field(default_factory=dict)
+    claims: dict[DeploymentKey, tuple[int, ...]] = field(default_factory=dict)
 
     def take(self) -> list[Turn]:
         """The turns to take now, the most urgent first; the layout has them all."""

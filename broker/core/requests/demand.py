@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from profiles.costs import length_class
-from subjects.ids import ModelHash, RequestId
+from subjects.ids import DeploymentKey, RequestId
 from subjects.messages import Lane, ModelDemand, RequestKind, RequestProfile, Sla, SlaClass
 
-Key = tuple[ModelHash, str, str, str]
+Key = tuple[DeploymentKey, str, str, str]
 """Model, class, lane, business. Names in place of enum members: a request is counted several times, and theirs hash fast."""
 
 
@@ -110,7 +110,7 @@ class DemandLedger:
                 continue
             rows.append(
                 ModelDemand(
-                    model_hash=key[0],
+                    deployment=key[0],
                     sla_class=cell.sla_class,
                     lane=cell.lane,
                     business_id=key[3],
@@ -145,7 +145,7 @@ class DemandLedger:
     def _cell(self, profile: RequestProfile) -> _Cell | None:
         if profile.kind is RequestKind.HEALTH_CHECK:
             return None
-        key = (profile.model_hash, profile.sla_class._value_, profile.lane._value_, profile.business_id)
+        key = (profile.deployment, profile.sla_class._value_, profile.lane._value_, profile.business_id)
         cell = self._cells.get(key)
         if cell is None:
             cell = self._cells[key] = _Cell(profile.sla_class, profile.lane)

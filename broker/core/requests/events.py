@@ -212,7 +212,7 @@ RequestEvent = (
 
 
 class PublishTicket(msgspec.Struct, frozen=True):
-    """Store the ticket on the work-queue of ``model_key(ticket.profile.model_hash)``, its class and its lane.
+    """Store the ticket on the work-queue of ``model_key(ticket.profile.deployment)``, its class and its lane.
 
     Answered by exactly one ``TicketStored`` or ``TicketNotStored``. A retry keeps the message id.
     """

@@ -12,7 +12,7 @@ from broker.core.requests.affinity import PromptPrefix
 from broker.core.requests.events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S, UNFIT_S
 from profiles.twu import allowed_s
 from subjects.bus import Stored
-from subjects.ids import ModelHash, ReplicaId, RequestId
+from subjects.ids import DeploymentKey, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
 
 """A token id takes up to five bytes on the wire."""
@@ -127,14 +127,14 @@ class LiveRequest:
     first_sent_s: float | None = None
     stressed_tokens: int = 0
     """Of them :meth:`stress` was told already."""
-    parks_as: tuple[ModelHash, str] = field(init=False)
+    parks_as: tuple[DeploymentKey, str] = field(init=False)
     queued_as: RequestProfile = field(init=False)
     """Its profile as it waits: in the batch class once it has yielded."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(max(1, self.profile.n))]
         self.queued_as = self.profile
-        self.parks_as = (self.profile.model_hash, self.profile.sla_class._value_)
+        self.parks_as = (self.profile.deployment, self.profile.sla_class._value_)
 
     @property
     def has_yielded(self) -> bool:
