@@ -10,6 +10,7 @@ import click
 
 from ops.calibrate_cli import calibrate
 from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.costs_cli import profile
 from ops.event_cli import event
 from ops.evidence_cli import bench, prove, replay_scheduler
 from ops.kv_cli import evict_kv, kv_options, migrate_kv, worker_flags
@@ -62,7 +63,7 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------- running parts
 
-_POLICIES = ("carpool", "carpool-learning", "rules")
+_POLICIES = ("carpool", "carpool-learning")
 _RECORDING = click.Path(path_type=Path, dir_okay=False)
 _policy = click.option(
     "--policy",
@@ -231,7 +232,7 @@ def scheduler(
 
     \b
     carpool scheduler --nats nats://10.0.0.5:4222
-    carpool scheduler --policy rules --record decisions.rec
+    carpool scheduler --policy carpool-learning --record decisions.rec
     """
     from ops import parts
 
@@ -328,14 +329,14 @@ def apply(files: tuple[Path, ...], dry_run: bool, nats_url: str, pool_name: str)
     run(apply_records(records_of(files), nats_url=url))
 
 
-@main.command(short_help="Show models, replicas, devices, queues, KV tiers, locks or the timeline.")
-@click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline", "locks", "kv"]))
+@main.command(short_help="Show models, replicas, devices, queues, costs, KV tiers, locks or the timeline.")
+@click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline", "locks", "kv", "costs"]))
 @json_option
 @nats_option
 @pool_name_option
 def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
-    """Show models, replicas, devices, queues, people's locks, the timeline of placement actions, or what each worker keeps
-    of models' KV in host memory and on disk.
+    """Show models, replicas, devices, queues, people's locks, the timeline of placement actions, what each worker keeps of
+    models' KV in host memory and on disk, or what models' steps cost on each kind of device and who says so.
 
     \b
     carpool get models
@@ -433,7 +434,7 @@ def demo(keep: bool, as_json: bool) -> None:
 
 main.add_command(simulate)
 main.add_command(calibrate)
-for command in (prove, replay_scheduler, bench, explain, lock, unlock, drain, mode, event, evict_kv, migrate_kv):
+for command in (prove, replay_scheduler, bench, explain, lock, unlock, drain, mode, profile, event, evict_kv, migrate_kv):
     main.add_command(command)
 
 

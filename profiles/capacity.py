@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ KV_SIGNATURE_PARTS = 6
 """Of :func:`kv_signature`; what follows them says what else may have happened to the bytes."""
 CONVERTED = "converted"
 """One of those: the first, before a lossy codec."""
+_EXPERT = ".experts."
+"""In the names of the tensors of which each belongs to one expert."""
 _HEADER_BYTES_MAX = 100 << 20  # the format's own limit
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _FLOATING = frozenset({"F32", "F16", "BF16"})
@@ -74,6 +76,10 @@ class Shape:
     max_context_len: int
     latent_dim: int = 0
     """Above 0 for multi-head latent attention: values kept per token and layer, for all heads together."""
+    attention_width: int = 0
+    """Layers x heads x head size."""
+    experts_share: float = 1.0
+    """Of a mixture of experts: the share of them that a token is sent to."""
 
 
 # ------------------------------------------------------------------------------------------------------------- weights
@@ -95,6 +101,15 @@ def read_weights(directory: Path) -> Weights:
             else:
                 other_bytes += tensor.stored_bytes
     return Weights(parameters, floating, other_bytes)
+
+
+def parameters_used(tensors: Iterable[Tensor], shape: Shape) -> int:
+    """Parameters that one token passes through; of packed matrices two per stored byte."""
+    used = 0.0
+    for tensor in tensors:
+        count = math.prod(tensor.shape) if tensor.keeps_its_shape else 2 * tensor.stored_bytes
+        used += count * (shape.experts_share if _EXPERT in tensor.name else 1.0)
+    return int(used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +192,10 @@ def read_shape(config: Mapping[str, Any], place: str = "config.json") -> Shape:
     if latent_dim:
         latent_dim += number("qk_rope_head_dim", default=0)
     positions = number("max_position_embeddings", "n_positions", "max_sequence_length", default=2048)
-    return Shape(layers, kv_heads, head_dim, int(positions * _rope_factor(text)), latent_dim)
+    experts = number("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    sent_to = min(experts, number("num_experts_per_tok", "moe_top_k", default=experts))
+    context_len = int(positions * _rope_factor(text))
+    return Shape(layers, kv_heads, head_dim, context_len, latent_dim, layers * heads * head_dim, sent_to / experts)
 
 
 def _rope_factor(text: Mapping[str, Any]) -> float:

@@ -174,6 +174,8 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         overhead_bytes=capacity.cpu_overhead_bytes(weights_bytes) + slots * adapters.HELD_TIMES * slot_bytes,
         context_len=context_len,
         random_weights=_is_random(directory),
+        parameters=capacity.parameters_used(tensors, shape),
+        attention_width=shape.attention_width,
         adapters_of=adapters.build_adapters(service, base_dir, tensors, progress),
     )
 
@@ -294,6 +296,8 @@ def _record(
     kv_bytes: int = 0,
     overhead_bytes: int = 0,
     random_weights: bool = False,
+    parameters: int = 0,
+    attention_width: int = 0,
     adapters_of: tuple[Adapter, ...] = (),
     options: dict[str, str | int | float | bool] | None = None,
 ) -> ModelRecord:
@@ -325,6 +329,7 @@ def _record(
         warmup_tokens=min(engine.warmup_tokens, context_len // 2),
         min_replicas=strategy.min_replicas,
         max_replicas=strategy.max_replicas,
+        keep_s=strategy.keep_s,
         pinned=strategy.pinned,
         allow_co_location=strategy.allow_co_location,
         tenant=strategy.tenant or "",
@@ -351,6 +356,8 @@ def _record(
         kv_reuse=spec.kv.reuse,
         kv_codec=spec.kv.codec,
         kv_converted=spec.kv.converted,
+        parameters=parameters,
+        attention_width=attention_width,
     )
 
 

@@ -124,6 +124,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fallback: Name | None = None
     mode: Mode = Mode.ACT
     pinned: bool = False
+    keep_s: Annotated[float, msgspec.Meta(ge=0, le=31_536_000)] | None = None
     max_wait_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
     queue_requests_max: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 512
 

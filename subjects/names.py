@@ -26,6 +26,7 @@ MODELS_BUCKET = "carpool-models"
 POOL_BUCKET = "carpool-pool"
 LEADER_BUCKET = "carpool-leader"
 LOCKS_BUCKET = "carpool-locks"
+COSTS_BUCKET = "carpool-costs"
 
 
 def _token(text: str) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from broker.core.digest import DigestBuilder
-from broker.core.plan.availability import Planner
+from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.policy import Action, ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
 from broker.core.pool.catalogue import Catalogue
-from broker.core.pool.describe import bytes_text
-from broker.core.pool.events import MODELS_PER_DEVICE, Placement, SchedulerCommand, SchedulerSettings
+from broker.core.pool.describe import bytes_text, seconds_text
+from broker.core.pool.events import Placement, SchedulerCommand, SchedulerSettings
 from broker.core.pool.journal import Resumption
 from broker.core.pool.state import COMING, Device, Pool, Replica
 from broker.core.pool.transaction import Kind, Transaction
@@ -40,14 +40,14 @@ class Actions:
         settings: SchedulerSettings,
         pool: Pool,
         catalogue: Catalogue,
-        planner: Planner,
+        feasibility: Feasibility,
         transactions: Transactions,
         digests: DigestBuilder,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._catalogue = catalogue
-        self._planner = planner
+        self._feasibility = feasibility
         self._transactions = transactions
         self._digests = digests
         self._entries: dict[tuple[int, str], int] = {}
@@ -65,17 +65,18 @@ class Actions:
         placement: Placement,
         record: ModelRecord,
         *,
-        restores: bool = False,
-        by_policy: bool = False,
         out: list[SchedulerCommand],
     ) -> Transaction:
         """Begins a placement."""
         leaving = [self._pool.replicas[victim] for victim in placement.victims]
-        transaction = self._transactions.place(now_s, placement, record, restores=restores, by_policy=by_policy, out=out)
+        transaction = self._transactions.place(now_s, placement, record, out=out)
         where = _where(placement.worker, placement.devices)
         for replica in leaving:
             name = self._catalogue.name(replica.report.deployment)
-            reason = f"{self._planner.usage.text(now_s, replica)}; makes room for {record.name}"
+            busy = self._feasibility.demand(replica.report.deployment).any
+            idle_s = now_s - max(replica.last_used_s, self._catalogue.model(replica.report.deployment).last_used_s)
+            why = "busy, and others have waited for long" if busy else f"idle for {seconds_text(max(0.0, idle_s))}"
+            reason = f"{why}; makes room for {record.name}"
             self._note(now_s, transaction, replica.replica, "evict", name, reason, where, replica.replica)
         self._note(now_s, transaction, "load", "load", record.name, placement.reason, where, None)
         return transaction
@@ -146,11 +147,11 @@ class Actions:
         newcomer = pool.replicas.get(resumption.newcomer) if resumption.newcomer is not None else None
         if began.record is not None and newcomer is None:
             known = [device for device in (pool.device(began.worker, key) for key in began.devices) if device is not None]
-            refusal = self._planner.sites.cannot_span(began.record, known)
+            refusal = self._feasibility.cannot_span(began.record, known)
             if refusal:
                 return refusal
             for device in known:
-                if self._planner.sites.block_bytes(device, there) < began.record.budget_bytes:
+                if self._feasibility.block_bytes(device, there) < began.record.budget_bytes:
                     return f"the room on {device.report.device} is gone"
         transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, out)
         where = _where(began.worker, began.devices)
@@ -206,7 +207,7 @@ class Actions:
             return f"{record.name} was unloaded by a person and nobody asks for it"
         if model.retry_s > now_s:
             return f"{record.name} backs off after a failed load"
-        count = self._planner.usage.replicas_count(record.deployment)
+        count = self._feasibility.replicas_count(record.deployment)
         if count >= record.max_replicas:
             return f"{record.name} has {count} of at most {record.max_replicas} replicas"
         if action.kv_bytes is not None:
@@ -215,11 +216,11 @@ class Actions:
         known = [device for device in devices if device is not None]
         if len(known) < len(devices):
             return "one of the devices is not known"
-        refusal = self._planner.sites.cannot_span(record, known) or self._victims_refusal(action, known)
+        refusal = self._feasibility.cannot_span(record, known) or self._victims_refusal(action, known)
         if refusal:
             return refusal
         victims = [pool.replicas[victim] for victim in action.victims]
-        refusal = self._room_refusal(record, known, victims)
+        refusal = self._feasibility.room_refusal(record, known, victims)
         if refusal:
             return refusal
         held_back = [
@@ -234,7 +235,7 @@ class Actions:
         worker, device = action.devices[0]
         peers = tuple(peer for _, peer in action.devices[1:])
         placement = Placement(worker, device, action.victims, action.reason, peers)
-        self.place(now_s, placement, record, by_policy=True, out=out)
+        self.place(now_s, placement, record, out=out)
         return ""
 
     def _victims_refusal(self, action: StartReplica, devices: list[Device]) -> str:
@@ -243,44 +244,12 @@ class Actions:
             replica = self._pool.replicas.get(victim)
             if replica is None or not any((replica.worker, device) in keys for device in replica.devices):
                 return f"{victim} is not on those devices"
-            refusal = self._may_not_leave(replica)
+            refusal = self._feasibility.leave_refusal(replica)
             if refusal:
                 return refusal
         if len(set(action.victims)) < len(action.victims):
             return "a victim is named twice"
-        by_model = [self._pool.replicas[victim].report.deployment for victim in action.victims]
-        for deployment in by_model:
-            record = self._catalogue.of_deployment(deployment)
-            open_count = len(self._pool.open_replicas(deployment))
-            if record is not None and open_count - by_model.count(deployment) < record.min_replicas:
-                return f"{record.name} would have less than its minimum of {record.min_replicas}"
-        return ""
-
-    def _may_not_leave(self, replica: Replica) -> str:
-        if replica.replica in self._pool.leaving:
-            return f"{replica.replica} leaves already"
-        if replica.dead or replica.report.state is not ReplicaState.READY:
-            return f"{replica.replica} is not ready"
-        if self._planner.usage.stays(replica):
-            return f"{replica.replica} is pinned, locked or needed for a minimum"
-        return ""
-
-    def _room_refusal(self, record: ModelRecord, devices: list[Device], victims: list[Replica]) -> str:
-        models_max = self._settings.models_per_device_max or MODELS_PER_DEVICE
-        for device in devices:
-            leavers = [victim for victim in victims if device.report.device in victim.devices]
-            block_bytes = self._planner.sites.block_bytes(device, leavers)
-            if block_bytes < record.budget_bytes:
-                return (
-                    f"{record.name} needs {bytes_text(record.budget_bytes)} on {device.report.device}, "
-                    f"{bytes_text(max(0, block_bytes))} are to be had"
-                )
-            others = self._planner.sites.others(device, record, leavers)
-            if len(others) >= models_max:
-                return f"{device.report.device} has {len(others)} other models, at most {models_max} may share it"
-            if others and not self._planner.sites.co_locates(record, others):
-                return f"{record.name} or a model on {device.report.device} wants its device for itself"
-        return ""
+        return self._feasibility.minimum_refusal([self._pool.replicas[victim] for victim in action.victims])
 
     def _stop(self, now_s: float, action: StopReplica, out: list[SchedulerCommand]) -> str:
         replica = self._pool.replicas.get(action.replica)
@@ -288,8 +257,8 @@ class Actions:
             return self._take_back(now_s, str(action.replica), action.reason, out)
         name = self._catalogue.name(replica.report.deployment)
         coming = replica.report.state in COMING and not replica.dead and replica.replica not in self._pool.leaving
-        refusal = "" if coming else self._may_not_leave(replica)
-        if coming and self._planner.usage.stays(replica):
+        refusal = "" if coming else self._feasibility.leave_refusal(replica)
+        if coming and self._feasibility.stays(replica):
             refusal = f"{replica.replica} is pinned, locked or needed for a minimum"
         if refusal:
             return refusal
@@ -324,6 +293,8 @@ class Actions:
         record = self._catalogue.of_deployment(replica.report.deployment)
         if record is None:
             return "nobody applied that model"
+        if not replica.report.resizes_kv:
+            return f"the engine of {replica.replica} cannot change its KV while it runs"
         if action.kv_bytes <= 0:
             return f"kv_bytes {action.kv_bytes}: must be positive"
         if action.kv_bytes == replica.report.kv_bytes:

@@ -44,6 +44,8 @@ class DigestBuilder:
         self._published_s: float | None = None
         self._weights: dict[ReplicaId, float] = {}
         self._told: dict[ReplicaId, PoolReplica] = {}
+        self.measures: dict[ReplicaId, int] = {}
+        """Who should measure costs in idle moments, and up to which batch."""
         self.latest: PoolDigest | None = None
 
     def restore(self, digest: PoolDigest) -> None:
@@ -160,8 +162,10 @@ class DigestBuilder:
         state = self._state(report.replica, report.state)
         suspect = self._pool.workers[replica.worker].presence is Presence.SUSPECT
         weight = self._weights.get(report.replica, 1.0)
+        measure = self.measures.get(report.replica, 0)
         row = known.get(report.replica)
-        if row is None or row.state is not state or row.suspect is not suspect or row.weight != weight:
+        told = (row.state, row.suspect, row.weight, row.measure) if row is not None else None
+        if row is None or told != (state, suspect, weight, measure):
             row = PoolReplica(
                 replica=report.replica,
                 deployment=report.deployment,
@@ -171,6 +175,7 @@ class DigestBuilder:
                 state=state,
                 suspect=suspect,
                 weight=weight,
+                measure=measure,
             )
         self._told[report.replica] = row
         return row

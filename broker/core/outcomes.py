@@ -7,14 +7,13 @@ from typing import assert_never
 
 from broker.core.actions import Actions
 from broker.core.digest import DigestBuilder
-from broker.core.plan.feasibility import Want
 from broker.core.pool.catalogue import Catalogue, DeviceKey
 from broker.core.pool.events import RaiseAlert, SchedulerCommand, SchedulerSettings
 from broker.core.pool.state import Pool, Replica
 from broker.core.pool.transaction import Fault, Stage, Transaction
 from broker.core.pool.transactions import Transactions
-from subjects.ids import DeploymentKey, DeviceId, WorkerId
-from subjects.messages import Alert, ModelRecord, Severity
+from subjects.ids import DeploymentKey
+from subjects.messages import Alert, Severity
 
 ALERT_AGAIN_S = 60.0
 """An alert of the same kind and scope is raised again at most this often."""
@@ -44,20 +43,13 @@ class Outcomes:
         self._actions = actions
         self._digests = digests
         self._leads = False
-        self._restores: list[Want] = []
         self._alerted: dict[tuple[str, str], float] = {}
         self.unix_offset_s = 0.0
         """Added to the scheduler's clock it gives wall-clock time, for alerts."""
 
     def lead(self, leads: bool) -> None:
-        """We lead, or lead no more; what was to be made good before is forgotten."""
+        """We lead, or lead no more."""
         self._leads = leads
-        self._restores.clear()
-
-    def take_restores(self) -> list[Want]:
-        """Models that should come back since the last call: those that left for loads that failed."""
-        restores, self._restores = self._restores, []
-        return restores
 
     def lost(self, now_s: float, replica: Replica, detail: str, out: list[SchedulerCommand]) -> None:
         """A replica ended without being told to."""
@@ -138,7 +130,6 @@ class Outcomes:
                 return
             case _:
                 assert_never(transaction.fault)
-        self._compensate(transaction, record)
         text = f"loading {record.name} on {transaction.worker}/{transaction.device} failed: {transaction.failure}"
         evidence = {"attempt": str(model.failures), "next_try_in_s": f"{max(0.0, model.retry_s - now_s):.0f}"}
         self.alert(
@@ -153,22 +144,6 @@ class Outcomes:
         model.retry_s = now_s + pause_s
         model.failed_on = device
         model.excuses = model.early_deaths = 0
-
-    def _compensate(self, transaction: Transaction, record: ModelRecord) -> None:
-        """Victims that somebody wants come back to where they were, before anybody else is placed."""
-        gone = [victim.deployment for victim in transaction.victims.values() if victim.gone]
-        self.bring_back(gone, transaction.worker, transaction.devices, record.name)
-
-    def bring_back(
-        self, models: list[DeploymentKey], worker: WorkerId, devices: tuple[DeviceId, ...], newcomer: str
-    ) -> None:
-        """Asks for models that left these devices for a newcomer that did not come."""
-        for deployment in models:
-            record = self._catalogue.of_deployment(deployment)
-            if record is not None:
-                why = f"back, since loading {newcomer} failed"
-                device = (worker, devices[0])
-                self._restores.append(Want(record, 0.0, why, evicts=False, restores=True, device=device))
 
     def alert(
         self,

@@ -1,25 +1,15 @@
-"""The scheduler's policy: which models are loaded where, who leaves for whom, and when.
-
-The rules, in the order in which they bind:
+"""The scheduler: what happens in the pool, the policy's decisions, and the commands that carry them out.
 
 1. Nothing is decided before this scheduler leads, has the registry, and has heard every worker that beats.
-2. A model that waits and has no replica, ready or on its way, is *wanted*. So is one below its ``min_replicas``. One that
-   keeps waiting beside ready replicas may have one more, in free room only. Who has waited longest is served first.
-3. Free room is used first, on the device that it fits best. Otherwise others leave one device: idle before busy, then the
-   least recently used; never pinned ones, never below ``min_replicas``, never one that is on its way, and nobody at all
-   unless the newcomer then fits.
-4. A residency has paid for its swap when it is longer than ``residency_s_min`` and than the observed load times of both
-   models. An idle model may leave when its residency has paid, or when it has been idle for ``idle_release_s``. A busy one
-   stays until its residency has paid and the waiting model has waited ``minority_wait_s_max``; then it is drained, its new
-   requests wait in the queue, and their wait is bounded by the same rule. With m models that all have demand and room for
-   one, nobody waits longer than minority_wait + m x (residency + drain + load).
-5. A model over that bound which still cannot be placed claims a device: nobody who has waited less may take room there.
-6. A load that fails backs off, doubling. While a model fails it may use free room, or evict what nobody has used for
-   ``failing_victim_idle_s``: it can never evict healthy models again and again. Its clients are told at once.
-7. When a load fails, victims that are wanted come back first (their drain cannot be undone, so compensation is a load).
-8. A model that no known device can ever hold is refused at once, with the numbers; one that could fit if pinned models or
-   minimum replicas did not hold the room is refused until they do not. Where several names share a model, that holds
-   when no record of it fits; else the first that fits is the one that is loaded, for all of them.
+2. One policy decides for all models (``plan.coordinator``): it sees the pool as a view and answers with actions. What is
+   checked here whatever it says: room, devices, people's locks, pins, minimums, modes and pauses after failed loads.
+3. What has to go in any case goes without it: replicas of models that nobody applied, dead ones that still exist, those on
+   drained devices, drains that nobody finishes.
+4. A load that fails backs off, doubling; its clients are told at once. Whoever left for it is wanted again like any model
+   whose requests wait.
+5. A model that no known device can ever hold is refused at once, with the numbers; one that could fit if pinned models or
+   minimum replicas did not hold the room is refused until they do not. Where several names share a model, that holds when
+   no record of it fits; else the first that fits is the one that is loaded, for all of them.
 """
 
 from __future__ import annotations
@@ -30,22 +20,26 @@ from typing import assert_never
 from broker.core.actions import Actions
 from broker.core.digest import DigestBuilder
 from broker.core.outcomes import Outcomes
-from broker.core.plan.availability import Outlook, Planner
+from broker.core.plan.availability import Availability, Outlook
+from broker.core.plan.coordinator import Coordinator
+from broker.core.plan.costs import CostBook
 from broker.core.plan.fairness import Fairness
+from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.policy import Policy
 from broker.core.plan.view import ViewBuilder
-from broker.core.pool.catalogue import Catalogue, DeviceKey
-from broker.core.pool.describe import seconds_text
+from broker.core.pool.catalogue import Catalogue
 from broker.core.pool.events import (
     AppendJournal,
     BeatSeen,
     BusRoundTripMade,
     CommandAnswered,
     CommandUnanswered,
+    CostsKept,
     DigestRestored,
     DrainRequested,
     IngressReported,
     JournalRestored,
+    KeepCosts,
     KvOrdered,
     LeadershipGained,
     LeadershipLost,
@@ -53,6 +47,7 @@ from broker.core.pool.events import (
     ModelRemoved,
     OperationSeen,
     OverridesChanged,
+    ProfileAsked,
     RegistryLoaded,
     Resign,
     SchedulerCommand,
@@ -64,16 +59,15 @@ from broker.core.pool.events import (
 )
 from broker.core.pool.journal import Course, resume
 from broker.core.pool.state import Changes, Pool, Presence
-from broker.core.pool.transaction import Stage
 from broker.core.pool.transactions import Transactions
 from subjects.errors import place_of
 from subjects.ids import DeploymentKey
 from subjects.messages import (
     KV_STARTS,
     CommandOutcome,
+    CostsMeasured,
     JournalEntry,
     KvReport,
-    Mode,
     OperationEnded,
     OperationProgressed,
     ReplicaDied,
@@ -82,12 +76,6 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 
-EVICTION_SEARCHES_MAX = 32
-"""For how many waiting models one decision looks for victims, longest waiting first: it must stay short in a big pool,"""
-EVICTION_DEVICES_MAX = 4096
-"""and looks at no more than so many devices in all."""
-EVICTION_AGAIN_S = 0.5
-"""Where not all can be looked at, one for whom nobody could leave lets others have their turn this long."""
 DEVICES_AT_ONCE_MAX = 64
 DECISION_GAP_S = 20e-6
 """In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together; and
@@ -98,18 +86,21 @@ class SchedulerCore:
     """Pure: events in, commands out. One instance per scheduler process, leader or standby."""
 
     def __init__(self, settings: SchedulerSettings | None = None, policy: Policy | None = None) -> None:
+        """``policy``: another one than the coordinator, for tests and comparisons."""
         self.settings = settings or SchedulerSettings()
         self.pool = Pool(self.settings)
         self.transactions = Transactions(self.settings, self.pool)
         self.catalogue = Catalogue()
-        self.planner = Planner(self.settings, self.pool, self.catalogue, self.transactions)
+        self.feasibility = Feasibility(self.settings, self.pool, self.catalogue)
+        self.availability = Availability(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions)
         self.fairness = Fairness()
         self.digests = DigestBuilder(self.settings, self.pool, self.fairness)
-        self.actions = Actions(self.settings, self.pool, self.catalogue, self.planner, self.transactions, self.digests)
+        self.actions = Actions(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions, self.digests)
         self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
-        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.planner, self.transactions)
-        self.policy = policy
-        self.views.needs_costs = getattr(policy, "needs_costs", False)
+        self.costs = CostBook(self.pool)
+        self.transactions.orders.measures = self.costs.to_load
+        self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions, self.costs)
+        self.policy = policy or Coordinator()
         self.notes: dict[DeploymentKey, str] = {}
         """Per model the policy's last word on why it has what it has."""
         self.epoch: int | None = None
@@ -122,10 +113,8 @@ class SchedulerCore:
         self._undecided = False
         self._gathers_until_s = -math.inf
         self._scanned: tuple[int, int] | None = None
-        self._in_vain: dict[DeploymentKey, float] = {}
         self._told: tuple[int, int, int, int] | None = None
         self._looked_s = -math.inf
-        self._next_look_s = math.inf
         self._look_now = False
 
     @property
@@ -150,6 +139,7 @@ class SchedulerCore:
             case WorkerReported():
                 changes = self.pool.report(now_s, event.snapshot)
                 self._reported(now_s, changes, out)
+                self._observe_costs(now_s, event.snapshot, out)
                 if event.snapshot.kv is not None and event.snapshot.kv.note:
                     self._kv_is_short(now_s, event.snapshot, event.snapshot.kv, out)
                 decide = changes.any
@@ -164,6 +154,11 @@ class SchedulerCore:
                 decide = self._operation_seen(now_s, event, out)
             case RegistryLoaded():
                 self.catalogue.load(event.records)
+            case CostsKept():
+                self.costs.restore(event.entries)
+            case ProfileAsked():
+                self.costs.profile(now_s, event.deployment, event.for_s, event.batch_max)
+                decide = True
             case ModelApplied():
                 if self.catalogue.records.get(event.record.name) != event.record:  # A watch can repeat what we know.
                     self.catalogue.apply(event.record)
@@ -202,7 +197,7 @@ class SchedulerCore:
             case Ticked():
                 self._unix_offset_s = event.unix_s - now_s
                 self.transactions.orders.unix_offset_s = self.outcomes.unix_offset_s = self._unix_offset_s
-                self.views.unix_offset_s = self._unix_offset_s
+                self.views.unix_offset_s = self.costs.unix_offset_s = self._unix_offset_s
                 self._tick(now_s, out)
             case _:
                 assert_never(event)
@@ -224,16 +219,15 @@ class SchedulerCore:
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
         if self.pool.is_news(event.telemetry):
-            self.fairness.take(event.telemetry.demand, self.catalogue.records_by_deployment())
+            records = self.catalogue.records_by_deployment()
+            self.fairness.take(event.telemetry.demand, records)
+            self.costs.served(event.telemetry.demand, records)
         starts = self.pool.ingress(now_s, event.telemetry)
-        if self.policy is not None and any(self.planner.usage.replicas_count(deployment) == 0 for deployment in starts):
-            self._look_now = True
+        self._look_now |= any(self.feasibility.replicas_count(deployment) == 0 for deployment in starts)
         return bool(starts)
 
     def _tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
         self.next_wake_s = now_s + self.settings.tick_s
-        if self._next_look_s > now_s:
-            self.next_wake_s = min(self.next_wake_s, self._next_look_s)
         self.fairness.look(now_s, self.catalogue.records_by_deployment())
         self.digests.notes += self.fairness.news
         for worker in self.pool.judge(now_s):
@@ -292,6 +286,9 @@ class SchedulerCore:
         match event.event:
             case OperationProgressed():
                 return False
+            case CostsMeasured():
+                self._costs_measured(now_s, event.event, out)
+                return False
             case OperationEnded():
                 self.transactions.operation_ended(now_s, event.event, out)
             case ReplicaDied():
@@ -304,6 +301,22 @@ class SchedulerCore:
             case _:
                 assert_never(event.event)
         return True
+
+    def _costs_measured(self, now_s: float, event: CostsMeasured, out: list[SchedulerCommand]) -> None:
+        record = self.catalogue.of_deployment(event.deployment)
+        kept = self.costs.measured(now_s, event, record) if record is not None else None
+        if kept is not None and self.leads:
+            out.append(KeepCosts(kept))
+
+    def _observe_costs(self, now_s: float, snapshot: WorkerSnapshot, out: list[SchedulerCommand]) -> None:
+        """Engines' steps correct costs; those that turn out to be wrong for good are told of and measured again."""
+        for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.records_by_deployment()):
+            text = f"steps of {record.name} on {kind or 'its devices'} take {account.ratio:.2f} times what its costs say"
+            given = kind in record.costs
+            remedy = f"carpool profile {record.name}" if given else f"carpool get costs {record.name}"
+            self.digests.note(now_s, "costs", record.name, f"{text}; {'its file gives them' if given else 'measured again'}")
+            evidence = {"ratio": f"{account.ratio:.3f}", "steps": str(account.steps)}
+            self.outcomes.alert(now_s, Severity.WARNING, "costs-deviate", record.name, text, evidence, remedy, out)
 
     def _unload_requested(self, now_s: float, name: str, out: list[SchedulerCommand]) -> None:
         record = self.catalogue.records.get(name)
@@ -334,12 +347,6 @@ class SchedulerCore:
                     continue
             failure = "" if resumption.course is Course.FINISHED else refusal or resumption.why
             self.transactions.orders.close(now_s, resumption.recorded.name, failure)
-            if refusal or resumption.course is Course.MAKE_GOOD:
-                began = resumption.recorded.began
-                what = began.record.name if began.record is not None else "another model"
-                self.outcomes.bring_back(
-                    [deployment for _, deployment in resumption.gone], began.worker, began.devices, what
-                )
 
     # ---------------------------------------------------------------------------------------------------------- deciding
 
@@ -353,17 +360,16 @@ class SchedulerCore:
         return not self._listening
 
     def _decide(self, now_s: float, out: list[SchedulerCommand]) -> None:
-        for deployment, demand in self.planner.look(now_s).items():
+        for deployment, demand in self.feasibility.look(now_s).items():
             if demand.any:
                 model = self.catalogue.model(deployment)
                 model.last_used_s = now_s
                 model.held_down = False
-        self.catalogue.stand_back(self.planner.sites.names_to_stand_back())
-        self._drop_unwanted(now_s)
+        self.catalogue.stand_back(self.feasibility.names_to_stand_back())
+        self._drop_unwanted(now_s, out)
         self._retire_what_must_go(now_s, out)
-        if self.policy is not None and self._policy_is_due(now_s):
-            self._ask(now_s, self.policy, out)
-        self._place_what_waits(now_s, out)
+        if self._policy_is_due(now_s):
+            self._ask(now_s, out)
         self.transactions.start(now_s, out)
         self.outcomes.settle(now_s, out)
 
@@ -372,20 +378,18 @@ class SchedulerCore:
         since_s = now_s - self._looked_s + 0.0005
         small = len(self.pool.devices(usable=False)) <= DEVICES_AT_ONCE_MAX
         at_once = self._look_now and (small or since_s >= self.settings.policy_look_s / 2)
-        return at_once or now_s >= self._next_look_s or since_s >= self.settings.policy_look_s
+        return at_once or since_s >= self.settings.policy_look_s
 
-    def _ask(self, now_s: float, policy: Policy, out: list[SchedulerCommand]) -> None:
+    def _ask(self, now_s: float, out: list[SchedulerCommand]) -> None:
         self._looked_s = now_s
         self._look_now = False
         try:
-            decision = policy.decide(now_s, self.views.build(now_s))
+            decision = self.policy.decide(now_s, self.views.build(now_s))
         except (ArithmeticError, ValueError, LookupError, TypeError) as error:
             if not self.settings.outlives_policy:
                 raise
             self._policy_failed(now_s, error, out)
             return
-        next_look_s = decision.next_look_s if decision.next_look_s is not None else math.inf
-        self._next_look_s = max(next_look_s, now_s + self.settings.policy_look_s)
         if decision.notes:
             notes = self.notes | decision.notes
             self.notes = {name: note for name, note in notes.items() if self.catalogue.of_deployment(name) is not None}
@@ -394,7 +398,6 @@ class SchedulerCore:
 
     def _policy_failed(self, now_s: float, error: Exception, out: list[SchedulerCommand]) -> None:
         """A policy's mistake costs its decision, not the scheduler: what serves goes on, and people are told."""
-        self._next_look_s = now_s + self.settings.policy_look_s
         self.outcomes.alert(
             now_s,
             Severity.CRITICAL,
@@ -406,69 +409,17 @@ class SchedulerCore:
             out,
         )
 
-    def _place_what_waits(self, now_s: float, out: list[SchedulerCommand]) -> None:
-        """The base rules: all models when there is no policy, or one that leaves this to them; else those that it may not
-        act for, and those whose costs nobody knows."""
-        restores = self.outcomes.take_restores()
-        policy = self.policy
-        if policy is not None and not policy.wakes_cold_models and self.catalogue.all_act and self._all_priced():
-            return
-        claimed: set[DeviceKey] = set()
-        searches = 0
-        devices = len(self.pool.devices(usable=True))
-        searches_max = max(4, min(EVICTION_SEARCHES_MAX, EVICTION_DEVICES_MAX // max(1, devices)))
-        wants = self.planner.wants(restores)
-        in_vain, self._in_vain = self._in_vain, {}
-        for want in wants:
-            model = self.catalogue.model(want.record.deployment)
-            if model.retry_s > now_s or self.catalogue.locked(want.record.deployment):
-                continue
-            its_own = (
-                policy is not None
-                and self.catalogue.mode(want.record.deployment) is Mode.ACT
-                and self.views.priced(want.record)
-            )
-            if its_own and policy is not None and (want.grows or not policy.wakes_cold_models):
-                continue
-            placement = self.planner.sites.in_free_room(want, claimed)
-            if placement is None and want.evicts:
-                vain_s = in_vain.get(want.record.deployment, -math.inf)
-                waits_its_turn = len(wants) > searches_max and now_s - vain_s < EVICTION_AGAIN_S
-                if searches < searches_max and not waits_its_turn:
-                    searches += bool(self.planner.sites.groups(want.record))
-                    placement = self.planner.sites.by_eviction(want, claimed)
-                    vain_s = now_s
-                if placement is None:
-                    self._in_vain[want.record.deployment] = vain_s
-            if placement is not None:
-                self.actions.place(now_s, placement, want.record, restores=want.restores, out=out)
-            elif want.waits and want.evicts and not model.failures and want.wait_s >= self.settings.minority_wait_s_max:
-                claimed.update(self.planner.sites.claim(want, claimed))
-
-    def _all_priced(self) -> bool:
-        return all(self.views.priced(record) for record in self.catalogue.by_deployment())
-
-    def _drop_unwanted(self, now_s: float) -> None:
-        """A newcomer that still waits for its device, and for which nobody waits any more, is not loaded."""
+    def _drop_unwanted(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        """A newcomer that still waits for its device is not loaded once nobody applies its model any more."""
         for transaction in list(self.transactions.running.values()):
             record = transaction.record
-            if record is None or transaction.stage is not Stage.WAITING:
-                continue
-            gone = self.catalogue.of_deployment(record.deployment) is None
-            wanted = (
-                transaction.by_policy
-                or self.planner.demand(record.deployment).any
-                or record.min_replicas
-                or transaction.restores
-            )
-            if gone or not wanted:
-                self.transactions.abandon(now_s, transaction)
+            if record is not None and self.catalogue.of_deployment(record.deployment) is None:
+                self.transactions.cancel(now_s, transaction, "its model is not in the registry (any more)", out)
 
     def _retire_what_must_go(self, now_s: float, out: list[SchedulerCommand]) -> None:
-        """Models nobody applied, replicas declared dead that still exist, drains nobody finishes, long idleness."""
-        idle_unload_s = self.settings.idle_unload_s
+        """Models nobody applied, replicas declared dead that still exist, drained devices, drains nobody finishes."""
         news = (self.pool.news, self.catalogue.news)
-        if news == self._scanned and idle_unload_s is None:
+        if news == self._scanned:
             return  # Nothing of all this has changed.
         self._scanned = news
         for replica in list(self.pool.replicas_in_order()):
@@ -486,14 +437,6 @@ class SchedulerCore:
                 self.actions.retire(now_s, replica, "its device is drained by a person", drain_s=bound_s, out=out)
             elif replica.report.state is ReplicaState.DRAINING:
                 self.actions.retire(now_s, replica, "its drain was begun and nobody finishes it", out=out)
-            elif (
-                idle_unload_s is not None
-                and replica.report.state is ReplicaState.READY
-                and not self.planner.demand(record.deployment).any
-                and (idle_s := self.planner.usage.idle_s(now_s, replica)) >= idle_unload_s
-                and not self.planner.usage.stays(replica)
-            ):
-                self.actions.retire(now_s, replica, f"idle for {seconds_text(idle_s)}", out=out)
 
     # ----------------------------------------------------------------------------------------------------- digest, alerts
 
@@ -508,11 +451,12 @@ class SchedulerCore:
         for record in self.catalogue.by_name():
             # Any replica of a model serves all of its names, so that they have one outlook: that of who speaks for it.
             speaker = self.catalogue.of_deployment(record.deployment) or record
-            outlook = self.planner.outlook(now_s, speaker) if may_decide else Outlook()
+            outlook = self.availability.outlook(now_s, speaker) if may_decide else Outlook()
             if outlook.permanent:
-                outlook = self.planner.outlook(now_s, record)  # None of them fits; each is told its own numbers.
+                outlook = self.availability.outlook(now_s, record)  # None of them fits; each is told its own numbers.
             outlooks[record.name] = (record, outlook)
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
                 self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
+        self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_deployment())
         out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))

@@ -587,7 +587,7 @@ class Gateway:
             return
         live.granted = False
         self._admission.requeued(restart.request)
-        self._recent.restarted(restart.request)
+        self._recent.restarted(restart.request, begun=not restart.handed)
         if restart.handed:
             return
         self.metrics.of(live.view.name).attempts.inc()

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
+from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
 from broker.core.plan.policy import Policy
 from subjects.errors import ConfigError
 
-RULES = "rules"
-"""The scheduler's own rules alone (``broker.core.scheduler``): models wake on demand, and share by turns."""
-LEARNING = "carpool-learning"
-"""The coordinator, learning which device suits which model while it serves (SCH-10)."""
-POLICIES = ("carpool", LEARNING, RULES)
 DEFAULT_POLICY = "carpool"
-"""It decides about models whose costs are known; the others follow the rules beside it."""
+LEARNING = "carpool-learning"
+"""The same, learning which device suits which model while it serves (SCH-10)."""
+POLICIES = (DEFAULT_POLICY, LEARNING)
 
 
-def make_policy(name: str) -> Policy | None:
-    """A fresh policy of that name; None stands for the rules alone.
+def make_policy(name: str) -> Policy:
+    """A fresh policy of that name.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    match name:
-        case "carpool":
-            from broker.core.plan.coordinator import Coordinator
-
-            return Coordinator()
-        case "carpool-learning":
-            from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
-
-            return Coordinator(CoordinatorSettings(learns_devices=True))
-        case "rules":
-            return None
-        case _:
-            raise ConfigError(f"policy {name!r}: use one of {', '.join(POLICIES)}")
+    if name not in POLICIES:
+        raise ConfigError(f"policy {name!r}: use one of {', '.join(POLICIES)}")
+    return Coordinator(CoordinatorSettings(learns_devices=name == LEARNING))

@@ -224,7 +224,7 @@ class Replay:
     """At most one per run: what follows a difference is another history."""
 
 
-def replay(path: Path, make_policy: Callable[[str], Policy | None]) -> Replay:
+def replay(path: Path, make_policy: Callable[[str], Policy]) -> Replay:
     """Feeds every recorded event to a fresh core and compares what it orders.
 
     Raises:

@@ -142,7 +142,6 @@ def _live(chain: list[bytes], prefix: PromptPrefix | None) -> LiveRequest:
         request=RequestId("bench-1"),
         profile=profile,
         body=b"",
-        prompt_token_ids=(),
         cache_salt="",
         submitted_s=0.0,
         wait_bound_s=60.0,

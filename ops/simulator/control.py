@@ -19,6 +19,7 @@ from broker.core.pool.events import (
     BusRoundTripMade,
     CommandAnswered,
     IngressReported,
+    KeepCosts,
     LeadershipGained,
     OperationSeen,
     PublishDigest,
@@ -157,7 +158,13 @@ class Control:
                 for n in range(min(pool.devices_per_node, pool.devices - first))
             )
             agent = AgentCore(
-                agents.AgentSettings(worker=worker, host=str(worker), devices=devices, engines=(EngineType.SIMULATED,))
+                agents.AgentSettings(
+                    worker=worker,
+                    host=str(worker),
+                    devices=devices,
+                    engines=(EngineType.SIMULATED,),
+                    resizing=(EngineType.SIMULATED,),
+                )
             )
             node = self._nodes[worker] = _Node(worker, agent, first, NodeLink(world), pool.host_bytes)
             if self._ladder.all_warm:
@@ -223,7 +230,7 @@ class Control:
                     self._take_digest(command.digest)
                 case RaiseAlert():
                     self._meter.alerts += 1
-                case AppendJournal():
+                case AppendJournal() | KeepCosts():
                     pass  # Nobody leads after this scheduler.
                 case Resign():
                     raise AssertionError(command.reason)

@@ -22,12 +22,14 @@ import numpy.typing as npt
 from broker.core.plan.forecast import ALL_CLASSES, Forecaster, Key
 from ops.simulator import week
 from ops.simulator.models import work_s
+from ops.simulator.scenario import Figures, Say
 from ops.simulator.types import SimModel, Trace
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX
 from subjects.ids import DeploymentKey
 
 HORIZONS_S = (1, 3, 10, 120, 1800)
 DAY_S = 86_400
+WEEK_DAYS = 3
 _AROUND_S = 600
 METHODS = ("forecast", "naive", "seasonal_naive", "clairvoyant")
 Floats = npt.NDArray[np.float64]
@@ -127,27 +129,28 @@ def evaluate(
         forecaster.heard(float(now + 1))
 
 
-def report(name: str, seed: int, days: int = 3) -> dict[str, float | None]:
-    """Accuracy by method and horizon over a workload's whole days, or over ``week`` (seven days of three models)."""
-    errors = Errors()
-    if name == "week":
-        for number, (_, line) in enumerate(sorted(week.packaged().items())):
-            work, requests = line.work_per_s(seed, days)
-            empty = np.zeros_like(work)
-            gaps = np.repeat(line.rate_rps[: days * DAY_S // week.CELL_S] == 0.0, week.CELL_S)
-            deployment = DeploymentKey(f"{number:064x}")
-            demand = Demand(deployment, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
-            evaluate(demand, errors, score_from_s=DAY_S)
-    else:
-        from ops.simulator.workloads import workload
+def report(seed: int, processes: int, say: Say) -> Figures:
+    """Accuracy by method and horizon over three days of ``week``, and over the whole day of ``five-lines``."""
+    from ops.simulator.workloads import workload
 
-        made = workload(name, full=True)
-        window = made.windows[0]
-        trace = made.trace(seed, window)
-        for number, model in enumerate(made.models):
-            evaluate(demand_of(model, number, trace, window.warmup_s, window.end_s), errors)
+    weekly, daily = Errors(), Errors()
+    say("week, second by second")
+    for number, (_, line) in enumerate(sorted(week.packaged().items())):
+        work, requests = line.work_per_s(seed, WEEK_DAYS)
+        empty = np.zeros_like(work)
+        gaps = np.repeat(line.rate_rps[: WEEK_DAYS * DAY_S // week.CELL_S] == 0.0, week.CELL_S)
+        deployment = DeploymentKey(f"{number:064x}")
+        demand = Demand(deployment, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
+        evaluate(demand, weekly, score_from_s=DAY_S)
+    say("five-lines, second by second")
+    made = workload("five-lines", full=True)
+    window = made.windows[0]
+    trace = made.trace(seed, window)
+    for number, model in enumerate(made.models):
+        evaluate(demand_of(model, number, trace, window.warmup_s, window.end_s), daily)
     return {
         f"{name}_{method}_{horizon_s}s": round(value, 4)
+        for name, errors in (("week", weekly), ("five-lines", daily))
         for horizon_s in HORIZONS_S
         for method in METHODS
         if (value := errors.accuracy(method, horizon_s)) is not None

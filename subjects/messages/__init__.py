@@ -15,6 +15,9 @@ from subjects.messages.commands import (
     CommandReply as CommandReply,
 )
 from subjects.messages.commands import (
+    CostsMeasured as CostsMeasured,
+)
+from subjects.messages.commands import (
     DrainReplica as DrainReplica,
 )
 from subjects.messages.commands import (
@@ -159,9 +162,12 @@ from subjects.messages.operator import (
     Overrides as Overrides,
 )
 from subjects.messages.registry import Adapter as Adapter
+from subjects.messages.registry import CostPoint as CostPoint
+from subjects.messages.registry import KeptCosts as KeptCosts
 from subjects.messages.registry import ModelRecord as ModelRecord
 from subjects.messages.registry import Sla as Sla
 from subjects.messages.registry import StepCosts as StepCosts
+from subjects.messages.registry import StepSums as StepSums
 from subjects.messages.request import (
     Back as Back,
 )

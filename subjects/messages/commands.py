@@ -8,7 +8,7 @@ import msgspec
 
 from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages.kinds import ReplicaState
-from subjects.messages.registry import ModelRecord
+from subjects.messages.registry import CostPoint, ModelRecord
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +28,8 @@ class LoadModel(Command, frozen=True, kw_only=True, tag="load-model"):
     timeout_s: float = 300.0
     peers: tuple[DeviceId, ...] = ()
     """The other ``record.gpus - 1`` devices; each is charged ``record.budget_bytes`` too."""
+    measure: bool = False
+    """Measure costs before the replica serves, in a tenth of the load's time: nobody has, on this kind of device."""
 
 
 class DrainReplica(Command, frozen=True, kw_only=True, tag="drain-replica"):
@@ -158,4 +160,16 @@ class ReplicaDied(msgspec.Struct, frozen=True, kw_only=True, tag="replica-died")
     detail: str = ""
 
 
-WorkerEvent = OperationProgressed | OperationEnded | ReplicaDied
+class CostsMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="costs-measured"):
+    """A replica measured what its steps take. Nothing confirms it: what is missing is asked for again."""
+
+    worker: WorkerId
+    replica: ReplicaId
+    model_hash: ModelHash
+    device_type: str = ""
+    engine: str = ""
+    points: tuple[CostPoint, ...]
+    whole: bool = False
+
+
+WorkerEvent = OperationProgressed | OperationEnded | ReplicaDied | CostsMeasured

@@ -36,9 +36,6 @@ class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     """What ``place`` loads, with the budget that was decided."""
     replica_name: str = ""
     """The newcomer's name without its incarnation."""
-    restores: bool = False
-    by_policy: bool = False
-    """Whether a policy wants it, whoever waits or does not."""
     replicas: tuple[ReplicaId, ...] = ()
     """Those that leave, or the one that is changed."""
     model_hashes: tuple[ModelHash, ...] = ()

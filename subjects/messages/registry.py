@@ -44,6 +44,48 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     step_context_token_s: float = 0.0
 
 
+class StepSums(msgspec.Struct, frozen=True, kw_only=True):
+    """What engine steps did and how long they took, summed: what ``StepCosts`` are fitted to and checked against.
+
+    Of steps that prefilled ``t`` tokens of a prompt after ``d`` that were there, ``prompt_tokens2`` sums
+    ``(d + t)**2 - d**2``; ``requests`` and ``context_tokens`` sum those that decoded in each step, and what they held.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens2: int = 0
+    requests: int = 0
+    context_tokens: int = 0
+    busy_s: float = 0.0
+
+
+class CostPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement of a replica: ``batch`` prompts of ``input_tokens`` each, prefilled or decoded together."""
+
+    batch: int
+    input_tokens: int
+    decodes: bool = False
+    beside: bool = False
+    """A neighbour worked on the device meanwhile: it weighs less."""
+    sums: StepSums
+
+
+class KeptCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a deployment's measured costs on one kind of device (bucket ``carpool-costs``)."""
+
+    deployment: str
+    device_type: str
+    gpus: int = 1
+    engine: str = ""
+    """Engine and version, such as ``vllm-0.11.0``."""
+    points: tuple[CostPoint, ...] = ()
+    whole: bool = False
+    """Whether all the points were taken: three lengths of prompts, three batch sizes, as far as the engine has room."""
+    correction: float = 1.0
+    """Seconds that steps take, over what the fit to the points says."""
+    at_unix_s: float = 0.0
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One model as the registry holds it (PRO-2) and as a load command carries it.
 
@@ -82,6 +124,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     warmup_tokens: int = 4
     min_replicas: int = 0
     max_replicas: int = 1
+    keep_s: float | None = None
+    """How long it stays loaded without any request while nobody else needs its place; None: as long as the pool keeps one."""
     pinned: bool = False
     allow_co_location: bool = True
     tenant: str = ""
@@ -106,7 +150,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 1
     """Linked devices that one replica spans (tensor parallel)."""
     costs: dict[str, StepCosts] = {}
-    """By kind of device (``DeviceReport.device_type``), as measured or fitted; empty while nobody measured."""
+    """By kind of device (``DeviceReport.device_type``), as the file gives them: they win over estimates and measurements."""
     task: Task = Task.GENERATE
     adapters: tuple[Adapter, ...] = ()
     adapters_max: int = 0
@@ -119,3 +163,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How KV is written to disk (``kvcache.codec.codecs``)."""
     kv_converted: bool = False
     """Whether it takes the KV of the same files in a wider precision (``spec.kv.converted``)."""
+    parameters: int = 0
+    """That one token passes through (of a mixture of experts those it is sent to); 0: as many as the weights' bytes tell."""
+    attention_width: int = 0
+    """Layers x heads x head size; 0: unknown."""

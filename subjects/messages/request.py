@@ -105,6 +105,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     endpoint: Endpoint = Endpoint.CHAT
     body: bytes = b""
     prompt_token_ids: tuple[int, ...] = ()
+    """Never filled and never read: the replica renders ``body``. Peers of older versions have the field."""
     sent_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     max_tokens: int = 0
@@ -269,6 +270,8 @@ class RequestAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """From when it began to wait (again) until this grant."""
     lost: bool = False
     """The replica was lost, busy or drained, and the request waited again."""
+    begun: bool = True
+    """False: it was handed over and came back before the replica had begun it; nothing of the answer was lost."""
     prefix_tokens: int = 0
     """Of the prompt, that this replica was chosen for: it is believed not to compute them again."""
 

@@ -6,6 +6,7 @@ import msgspec
 
 from subjects.ids import DeploymentKey, DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
 from subjects.messages.kinds import DeviceKind, EngineType, KvTier, Lane, ReplicaState, SlaClass
+from subjects.messages.registry import StepSums
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,8 @@ class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float = 0.0
     """Seconds since the worker's start in which an engine step ran there."""
     throttled: bool = False
+    threads: int = 0
+    """Of a CPU device: what each replica there may use; 0: not told."""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +69,10 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Running mean of the engine's step time."""
     hit_ratio: float | None = None
     """Share of the last prompts' tokens that the engine found in its prefix cache; None where it does not tell."""
+    resizes_kv: bool = False
+    """Whether its KV budget can be another while it runs; told by one that serves."""
+    sums: StepSums | None = None
+    """Of all its steps since its start; None where the engine does not tell."""
 
 
 class KvTierReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,11 +134,15 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     epoch_seen: int
     host: str = ""
     engines: tuple[EngineType, ...] = ()
+    engine_versions: dict[str, str] = {}
+    """By the type of each engine that has one."""
     devices: tuple[DeviceReport, ...]
     replicas: tuple[ReplicaReport, ...]
     draining: bool = False
     kv: KvReport | None = None
     """Its KV node; None: there is none."""
+    resizing: tuple[EngineType, ...] = ()
+    """Of ``engines``, those whose replicas can change their KV budget while they run, as far as is known beforehand."""
 
 
 class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +171,8 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     waiting_input_tokens: int = 0
     within_slo: int = 0
     """Of ``finished``: those that met their model's targets."""
+    stress: float = 0.0
+    """Tokens of the last second or so, each times its request's age over what the targets allow: TWU's sum (SCH-6)."""
 
 
 class IngressTelemetry(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +194,8 @@ class PoolReplica(msgspec.Struct, frozen=True, kw_only=True):
     state: ReplicaState
     suspect: bool = False
     weight: float = 1.0
+    measure: int = 0
+    """It should measure its costs in idle moments, with batches of up to so many; 0: it need not."""
 
 
 class PoolKv(msgspec.Struct, frozen=True, kw_only=True):

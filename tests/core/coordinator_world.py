@@ -55,6 +55,8 @@ class Replica:
     running: int = 0
     ends_s: float | None = None
     """When it is gone, once it drains."""
+    yields: bool = False
+    """Whether it leaves for a newcomer that waits for its memory."""
 
 
 @dataclass
@@ -169,7 +171,8 @@ class FluidPool:
 
     def free_bytes(self, device: DeviceKey) -> int:
         """What nobody holds."""
-        return DEVICE_BYTES - sum(self.budget_bytes(r) for r in self.replicas.values() if device in r.devices)
+        held = [r for r in self.replicas.values() if device in r.devices and not r.yields]
+        return DEVICE_BYTES - sum(map(self.budget_bytes, held))
 
     # ------------------------------------------------------------------------------------------------------------- time
 
@@ -233,15 +236,24 @@ class FluidPool:
         match action:
             case StartReplica():
                 one = next(m for m in self.models if m.record.deployment == action.deployment)
-                assert not action.victims and not self.gone & set(action.devices)
+                victims = [self._known(victim) for victim in action.victims]
+                assert not self.gone & set(action.devices)
+                for victim in victims:
+                    assert not victim.stays and victim.ends_s is None and victim.ready_s <= self.now_s
                 assert len(set(action.devices)) == one.record.gpus
                 kv_bytes = one.record.kv_bytes if action.kv_bytes is None else action.kv_bytes
                 if not one.may_load:
                     return "may not load"
                 if len(self.of(one)) >= one.record.max_replicas:
                     return "most"
-                added = self._add(one, action.devices, kv_bytes, self.now_s + one.load_s)
+                begins_s = self.now_s
+                for victim in victims:
+                    life_s = self.model_of(victim).life_s if victim.running else 0.4
+                    victim.yields, victim.ends_s = True, self.now_s + life_s
+                    begins_s = max(begins_s, victim.ends_s)
+                added = self._add(one, action.devices, kv_bytes, begins_s + one.load_s)
                 if any(self.free_bytes(device) < 0 for device in action.devices):
+                    assert not victims
                     del self.replicas[added.replica]
                     return "memory"
             case StopReplica():

@@ -147,9 +147,9 @@ def test_a_load_that_ends_gives_its_devices_up_and_keeps_one_replica_for_a_while
 
 
 def test_a_model_that_nobody_asks_for_is_forgotten() -> None:
-    """The last replica goes too when nobody has asked for ``forget_s`` (SCH-4)."""
+    """The last replica goes too when nobody has asked for ``keep_s`` (SCH-4)."""
     ends = step("8B", 0.5, 0.0, 30.0)
-    world = pool([ends], 2, policy=Coordinator(CoordinatorSettings(forget_s=120.0)))
+    world = pool([ends], 2, policy=Coordinator(CoordinatorSettings(keep_s=120.0)))
     world.there(ends, 0)
     world.run(300.0)
     assert not world.of(ends)

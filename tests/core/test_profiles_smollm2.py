@@ -139,7 +139,7 @@ def test_conversion_is_exact(tmp_path: Path) -> None:
         assert np.array_equal(found[name], value), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["rms_norm_eps"], config["rope_theta"], config["head_dim"], config["eos_token_id"]) == (1e-5, 1e4, 8, 1)
-    assert capacity.read_shape(config) == capacity.Shape(2, 2, 8, 256)
+    assert capacity.read_shape(config) == capacity.Shape(2, 2, 8, 256, attention_width=64)
     tokenizer = ModelTokenizer(tmp_path / "out")
     assert tokenizer.prompts(Endpoint.CHAT, {"messages": [{"role": "user", "content": "!!<|im_end|>12"}]}) == [
         [299, 1, 18, 19]

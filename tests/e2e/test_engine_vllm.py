@@ -394,11 +394,10 @@ async def test_the_share_of_prefix_hits_is_told(driver: Driver) -> None:
 
 
 async def test_the_grants_bound_holds_over_the_bodys(driver: Driver) -> None:
-    """`max_tokens` of the grant bounds a body that asks for more or says nothing; prompt ids replace the body's prompt."""
+    """`max_tokens` of the grant bounds a body that asks for more or says nothing."""
     assert (await driver.ask(ask("x", ignore_eos=True, max_tokens=50), max_tokens=7)).usage.completion_tokens == 7
     unbounded = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
     assert (await driver.ask(unbounded, max_tokens=9)).usage.completion_tokens == 9
-    assert (await driver.ask(ask("x", max_tokens=2), prompt_token_ids=(5, 6, 7))).usage.prompt_tokens == 3
 
 
 async def test_a_dead_engine_says_so(driver: Driver) -> None:

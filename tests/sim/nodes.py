@@ -697,7 +697,7 @@ class SchedulerNode(Actor):
                     net.send(self, gateway, lambda g=gateway: g.pool_told(digest))  # type: ignore[misc]
                 for replica in list(world.replicas.values()):
                     net.send(self, replica, lambda r=replica: r.pool_told(digest))  # type: ignore[misc]
-            case sch.AppendJournal():
+            case sch.AppendJournal() | sch.KeepCosts():
                 pass
             case sch.RaiseAlert(alert):
                 world.happened(f"alert-{alert.kind}")

@@ -143,15 +143,15 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lock", {"model": "nobody"}, "known models: a"),
     ("lock", {"device": "cpu7"}, "known devices: w/cpu0"),
     ("lock", {"replica": "r-9"}, "carpool get replicas"),
-    ("lock", {"model": 3}, "give its name"),
-    ("unlock", {"worker": ""}, "give its name"),
+    ("lock", {"model": 3}, "model: expected `str | null`, got `int`"),
+    ("unlock", {"worker": ""}, "worker: expected `str` of length >= 1"),
     ("unlock", {"model": "nobody"}, "is not applied"),
     ("drain", {"worker": "nobody"}, "known workers: w"),
-    ("drain", {"worker": "w", "bound_s": -1}, "give 0 to 3600 seconds"),
-    ("drain", {"worker": "w", "bound_s": "soon"}, "give a number of seconds"),
-    ("drain", {"worker": "w", "bound_s": True}, "give a number of seconds"),
+    ("drain", {"worker": "w", "bound_s": -1}, "bound_s: expected `float` >= 0.0"),
+    ("drain", {"worker": "w", "bound_s": 3601}, "bound_s: expected `float` <= 3600.0"),
+    ("drain", {"worker": "w", "bound_s": True}, "bound_s: expected `float | null`, got `bool`"),
     ("mode", {"model": "a", "mode": "dance"}, "is not one of observe, advise, act, default"),
-    ("explain", {}, "give a model"),
+    ("explain", {}, "missing required field `what`"),
     ("explain", {"what": "nobody"}, "no request id"),
     ("explain", {"what": "gateway-0123456789-7"}, "no gateway 'gateway-0123456789' runs"),
 ]
@@ -265,6 +265,6 @@ async def test_a_declared_event_is_kept_told_and_taken_back(nats_server: NatsSer
         assert "later than now" in await refused(rig, "declare", argument | {"end_unix_s": 5.0})
         assert "how many times" in await refused(rig, "declare", argument | {"factor": 1.0})
         assert "not applied" in await refused(rig, "declare", argument | {"model": "b"})
-        assert "a name" in await refused(rig, "declare", argument | {"name": "a b"})
+        assert "name: expected `str` matching" in await refused(rig, "declare", argument | {"name": "a b"})
         assert (await rig.control("withdraw", {"name": "launch"}))["changed"] is True
         assert scheduler.core.catalogue.declared == {} and await rig.control("get", {"what": "events"}) == []

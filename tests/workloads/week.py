@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ops.simulator import week
 from ops.simulator.traces import servegen
 from ops.simulator.week import CELL_S, CELLS, DAY_S, DAYS, FILE, SIZES
+from tests.workloads.pack import read_tables
 
 
 def reduce(model: servegen.ServeGenModel) -> npt.NDArray[np.float32]:
@@ -42,7 +43,7 @@ def reduce(model: servegen.ServeGenModel) -> npt.NDArray[np.float32]:
 
 def main(arrivals: str, quantiles: str) -> None:
     """Writes the package's data file."""
-    models = servegen.read_tables(Path(arrivals), Path(quantiles), SIZES, until_s=float(DAYS * DAY_S))
+    models = read_tables(Path(arrivals), Path(quantiles), SIZES, until_s=float(DAYS * DAY_S))
     path = Path(week.__file__).with_name("data") / FILE
     with path.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **{model.name: reduce(model) for model in models})

@@ -215,13 +215,9 @@ class OpenAiLayer:
                 # At OpenAI this is a function without parameters. vLLM would take any JSON for its arguments, null too.
                 function.parameters = {"type": "object", "properties": {}}
         _check_body(body, request)
-        if request.prompt_token_ids:
-            # vLLM's own door for prompts that were tokenised elsewhere; templating and tokenising are skipped.
-            body.kv_transfer_params = {"prompt_token_ids": list(request.prompt_token_ids)}
         result = await self.online_renderer.render_chat(body)
         if isinstance(result, ErrorResponse):
             raise Refused(failure_of(result, request))
-        body.kv_transfer_params = None
         conversation, engine_inputs = result
         # max_tokens is deprecated for chats, and says so in a warning when it is read as an attribute.
         limit = vars(body)["max_completion_tokens"]
@@ -241,8 +237,6 @@ class OpenAiLayer:
     async def _render_completion(self, request: EngineRequest) -> Rendered:
         body = CompletionRequest.model_validate_json(request.body)
         _check_body(body, request)
-        if request.prompt_token_ids:
-            body.prompt = list(request.prompt_token_ids)
         result = await self.online_renderer.render_completion(body)
         if isinstance(result, ErrorResponse):
             raise Refused(failure_of(result, request))

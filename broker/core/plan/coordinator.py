@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.layout import Layout
-from broker.core.plan.learning import DeviceScores, LearningSettings
+from broker.core.plan.learning import DeviceScores
 from broker.core.plan.memory import Memory, MemorySettings
 from broker.core.plan.need import ModelNeed, Needs, NeedSettings, standing
 from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
@@ -36,6 +36,7 @@ from broker.core.plan.prewarming import Prospects, ProspectsSettings
 from broker.core.plan.problem import Block, Need, Prices, Problem, Site
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
+from broker.core.plan.turns import IDLE_HALF_S, IDLE_PRICE, TURN_S, Turns
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 
@@ -98,8 +99,16 @@ class CoordinatorSettings:
     """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
     whole_sites_max: int = 96
     """not in a pool of more devices, where relief too is only for who lacks much (``RELIEF_LACK_LARGE``)."""
-    forget_s: float = 1800.0
-    """A model without any request for so long need not be resident."""
+    keep_s: float = 1800.0
+    """A model without any request for so long need not be resident, where its file says nothing (``strategy.keep_s``)."""
+    idle_s: float = 1.0
+    """A model without any request for so long is idle: it leaves for others at once."""
+    residency_s: float = 6.0
+    """A busy model's only replica serves at least for this long, and for as long as its load took, before it may leave;"""
+    turn_s: float = TURN_S
+    """and before another model has waited for so long, or for that residency and two loads where these are longer."""
+    urgency_s: float = 1.0
+    """Waiting so long without a replica weighs as much as lacking all capacity does."""
     lack_free: float = 0.2
     lack_replicas: float = 0.25
     """Share of a need that may be lacking before anything is done, and at most so many replicas' worth of it: what is given
@@ -126,14 +135,11 @@ class Coordinator:
     """Implements ``policy.Policy``."""
 
     name = "carpool"
-    needs_costs = True
-    """Models without costs are left to the scheduler's own rules."""
 
     def __init__(self, settings: CoordinatorSettings | None = None) -> None:
         self.settings = settings or CoordinatorSettings()
-        self.wakes_cold_models = False
         self.needs = Needs(self.settings.needs)
-        scores = DeviceScores(LearningSettings(on=True)) if self.settings.learns_devices else None
+        scores = DeviceScores() if self.settings.learns_devices else None
         self.prospects = Prospects(self.settings.prospects, scores) if self.settings.prospects is not None else None
         self._doomed: dict[ReplicaId, str] = {}
         """Replicas that the plan does without, and why."""
@@ -161,6 +167,10 @@ class Coordinator:
         """By model: what each of them has on average."""
         self._turn = 0
         self._calm_s = -math.inf
+        self._claims: dict[DeploymentKey, tuple[int, ...]] = {}
+        """Devices that a model waits for which found no place in time: nobody else is placed there."""
+        self._victims: dict[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] = {}
+        """By place of a block of this look's plan: who leaves for it."""
         self._decided_s = -math.inf
         self._watches_since_s = -math.inf
         self._looked_s = self._slots_s = self._replanned_s = -math.inf
@@ -220,6 +230,8 @@ class Coordinator:
         wanted = []
         for index, (model, costs) in enumerate(pairs):
             asked = self._need(now_s, model, costs, needs[index], kinds)
+            if model.failed_on in number:
+                asked = replace(asked, avoids=number[model.failed_on])
             wanted.append(self.prospects.adjusted(asked, needs[index]) if self.prospects else asked)
             for replica in model.replicas:
                 for key in replica.devices if replica.stays else ():
@@ -230,7 +242,7 @@ class Coordinator:
                 places = [number[key] for key in replica.devices if key in number]
                 if len(places) == model.record.gpus:
                     held = left = 0
-                    if replica.state is not ReplicaState.READY:
+                    if replica.state is not ReplicaState.READY or not model.resizes_kv:
                         held = replica.budget_bytes
                     elif replica.replica not in self._spares.kept and replica.running:
                         left = fixed_bytes(model.record) + kv_used_bytes(model.record, replica) // model.record.gpus
@@ -248,8 +260,21 @@ class Coordinator:
     def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> Need:
         s = self.settings
         record = model.record
-        kv_min = kv_least_bytes(record, s.memory.kv_tokens_min)
-        alive = now_s - need.last_seen_s < s.forget_s
+        kv_min = kv_least_bytes(model, s.memory.kv_tokens_min)
+        seen_s = max([need.last_seen_s, *(r.last_used_s for r in model.replicas if r.state is ReplicaState.READY)])
+        idle_s = now_s - seen_s if now_s - seen_s >= s.idle_s else 0.0
+        keep_s = record.keep_s if record.keep_s is not None else s.keep_s
+        alive = not idle_s or (bool(model.replicas) and idle_s < keep_s)
+        residency_s = max(s.residency_s, model.load_s)
+        turn_s = max(s.turn_s, residency_s + 2 * model.load_s)
+        ready = [r.since_s for r in model.replicas if r.state is ReplicaState.READY]
+        settled = bool(ready) and now_s - max(ready) >= residency_s
+        if idle_s and (record.min_replicas or not model.replicas):
+            lack_none = 1.0
+        elif idle_s:
+            lack_none = IDLE_PRICE / (1.0 + idle_s / IDLE_HALF_S) / VALUES[record.sla_class]
+        else:
+            lack_none = 1.0 + (turn_s if model.replicas else model.oldest_wait_s) / s.urgency_s
         kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas) if alive else 0.0
         return Need(
             model=record.deployment,
@@ -265,6 +290,13 @@ class Coordinator:
             kv_bytes=max(0.0, kv_bytes) * (1 - s.kv_lack_free),
             kv_keep_bytes=max(0.0, kv_bytes),
             value=VALUES[record.sla_class],
+            lack_none=lack_none,
+            wait_s=model.oldest_wait_s if model.waiting else 0.0,
+            idle_s=idle_s,
+            turn_s=turn_s / s.urgency_s,
+            settled=settled,
+            floor=record.min_replicas,
+            fails=model.fails,
             replicas_min=max(record.min_replicas, int(alive)),
             replicas_wanted=math.ceil(need.seats / record.max_num_seqs) if alive else 0,
             replicas_max=record.max_replicas if model.may_load else min(record.max_replicas, len(model.replicas)),
@@ -287,6 +319,7 @@ class Coordinator:
         s, now_s = self.settings, look.now_s
         self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
         layout = Layout(look.problem, self._blocks(look))
+        self._cut(look, layout)
         routine = now_s - self._looked_s >= s.look_s - 1e-6
         trials_max = self._trials_max(look)
         search = Search(layout, trials_max)
@@ -295,8 +328,15 @@ class Coordinator:
         if routine:
             self._helpless = {}
         known = [self._helpless.get(key, -1.0) for key in deployments]
-        search.grow(only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + LACK_GROWN])
+        claimed = [site for key, sites in self._claims.items() if key in deployments for site in sites]
+        if claimed:
+            search.grow(only=[index for index, key in enumerate(deployments) if key in self._claims])
+        search.grow(
+            only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + LACK_GROWN],
+            shut=claimed,
+        )
         self._helpless.update((deployments[index], layout.lack(index)) for index in search.helpless)
+        layout = self._turns(look, layout)
         enough = set(layout.blocks) == there
         why = "the rest carries it"
         spares = self._spares.kept
@@ -317,6 +357,35 @@ class Coordinator:
                     if better is not None:
                         layout, why = better, "moved: all together need less so"
         return self._carry(look, layout, why)
+
+    def _cut(self, look: Look, layout: Layout) -> None:
+        """Takes off what a model has above ``max_replicas``: those not ready before those that run least."""
+        for index, model in enumerate(look.models):
+            over = len(layout.of(index)) - model.record.max_replicas
+            if over > 0:
+                views = [
+                    (look.replicas[block.replica], number)
+                    for number in layout.of(index)
+                    if (block := layout.blocks[number]).replica is not None and not block.stays
+                ]
+                views.sort(key=lambda entry: (look.ready(entry[0].replica), entry[0].running, entry[0].replica))
+                for _, number in views[:over]:
+                    layout.remove(number)
+
+    def _turns(self, look: Look, layout: Layout) -> Layout:
+        """Who waits without a place gets that of others; see ``turns``. What yields does so at once, so that what its
+        requests hold does not count as staying."""
+        self._victims = {}
+        auction = Turns(look, layout, max(VALUES.values()))
+        taken = auction.take()
+        self._claims = auction.claims
+        if not taken:
+            return layout
+        gone = {victim for turn in taken for victim in turn.victims}
+        placed = tuple(replace(block, bytes_left=0) if block.replica in gone else block for block in look.problem.placed)
+        look.problem = replace(look.problem, placed=placed)
+        self._victims = {(turn.need, turn.sites): turn.victims for turn in taken}
+        return Layout(look.problem, layout.blocks.values())
 
     def _trials_max(self, look: Look) -> int:
         s = self.settings
@@ -411,10 +480,12 @@ class Coordinator:
         s, now_s = self.settings, look.now_s
         blocks = named(layout)
         kept = {block.replica: block for block in blocks if block.replica is not None}
-        spares = SpareChooser(look, layout).choose(kept, s.spare_level, s.spares_max) if s.spare_level else Spares()
+        yields = {replica for victims in self._victims.values() for replica in victims if look.ready(replica)}
+        chooser = SpareChooser(look, layout)
+        spares = chooser.choose(kept, yields, s.spare_level, s.spares_max) if s.spare_level else Spares()
         self._spares = spares
         for replica in look.replicas:
-            if replica in kept or replica in spares.kept:
+            if replica in kept or replica in spares.kept or replica in yields:
                 self._doomed.pop(replica, None)
             elif replica not in self._doomed:
                 self._doomed[replica] = why
@@ -432,6 +503,7 @@ class Coordinator:
             stops,
             routine=routine,
             resizes=s.resizes_kv,
+            victims=self._victims,
         )
         for replica in memory.evicted:
             if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):

@@ -250,6 +250,8 @@ class Layout:
             lack = max(0.0, 1 - self._capacity[need] / load)
         replicas = len(self._of[need])
         seats = max(wanted.replicas_min, wanted.replicas_wanted)
+        if not replicas and (load > 0 or seats):
+            return wanted.lack_none
         if replicas < seats:
             lack = max(lack, 1 - replicas / seats)
         floor = wanted.share_floor

@@ -3,10 +3,10 @@
 The capacity profile says how long things take on a *kind* of device. Devices of one kind differ: one throttles, one has a
 bad link, one shares a power supply. Every five minutes what was seen in that time, per pair of model and device, is an
 example: the logarithm of time taken over time predicted, less what the model takes longer everywhere (no device's fault),
-against who and where, arrival rate, temperature and link use. A linear model trained by FTRL-Proximal (McMahan et al. 2013;
+against who and where, and arrival rate. A linear model trained by FTRL-Proximal (McMahan et al. 2013;
 the library is ``river``) gives each pair a factor; routing prefers low ones (``prospects``), placement does not ask yet.
 
-Off by default and switchable at any time. Bounded: names are hashed into a fixed number of weights, examples wait in a
+Bounded: names are hashed into a fixed number of weights, examples wait in a
 bounded queue and are learned a few per look. Old examples fade. Deterministic: the same calls give the same factors.
 """
 
@@ -25,7 +25,6 @@ from subjects.ids import DeploymentKey
 
 PERIOD_S = 300.0
 WEIGHTS_MAX = 1 << 14
-_TEMPERATURE_MIDDLE_C, _TEMPERATURE_SPAN_C = 60.0, 20.0
 _RATIO_MAX = 4.0
 
 
@@ -33,7 +32,6 @@ _RATIO_MAX = 4.0
 class LearningSettings:
     """How fast it learns, and how far it may go."""
 
-    on: bool = False
     period_s: float = PERIOD_S
     alpha: float = 0.1
     beta: float = 0.1
@@ -50,19 +48,6 @@ class LearningSettings:
     """Fewer observations in a period make no example."""
 
 
-@dataclass(frozen=True, slots=True)
-class Signs:
-    """What else is known of a device and of a model's load on it. None where nobody measures it."""
-
-    arrival_rps: float = 0.0
-    temperature_c: float | None = None
-    link_use: float | None = None
-    """Share of its link's bandwidth in use, from 0 to 1."""
-
-
-_NO_SIGNS = Signs()
-
-
 @dataclass(slots=True)
 class _Seen:
     log_sum: float = 0.0
@@ -70,14 +55,14 @@ class _Seen:
 
 
 class DeviceScores:
-    """Factors of (model, device). Making one that is on imports ``river``, which takes seconds: do it before leading."""
+    """Factors of (model, device). Making one imports ``river``, which takes seconds: do it before leading."""
 
     def __init__(self, settings: LearningSettings | None = None) -> None:
         self.settings = settings or LearningSettings()
-        self.on = self.settings.on
-        self._model: Any = self._new_model() if self.on else None
+        self._model: Any = self._new_model()
         self._seen: dict[tuple[DeploymentKey, DeviceKey], _Seen] = {}
-        self._signs: dict[tuple[DeploymentKey, DeviceKey], Signs] = {}
+        self._rates: dict[tuple[DeploymentKey, DeviceKey], float] = {}
+        """Arrivals per second when it was last observed."""
         self._period_end_s: float | None = None
         self._everywhere: dict[DeploymentKey, float] = {}
         """By model the running mean of its logarithms over all devices."""
@@ -85,17 +70,11 @@ class DeviceScores:
         self.learned = 0
         """Examples so far, each pass counted."""
 
-    def switch(self, on: bool) -> None:
-        """Switches learning on or off. Off: every factor is 1 and nothing is counted; what was learned is kept."""
-        self.on = on
-        if on and self._model is None:
-            self._model = self._new_model()
-
     def observe(
-        self, deployment: DeploymentKey, device: DeviceKey, predicted_s: float, seen_s: float, signs: Signs | None = None
+        self, deployment: DeploymentKey, device: DeviceKey, predicted_s: float, seen_s: float, arrival_rps: float = 0.0
     ) -> None:
         """Something of this model took ``seen_s`` on this device, and ``predicted_s`` by its profile under that load."""
-        if not self.on or not predicted_s > 0.0 or not seen_s > 0.0:
+        if not predicted_s > 0.0 or not seen_s > 0.0:
             return
         key = (deployment, device)
         seen = self._seen.get(key)
@@ -105,15 +84,12 @@ class DeviceScores:
             seen = self._seen[key] = _Seen()
         seen.log_sum += math.log(min(_RATIO_MAX, max(1.0 / _RATIO_MAX, seen_s / predicted_s)))
         seen.count += 1
-        if signs is not None:
-            if key not in self._signs and len(self._signs) >= self.settings.examples_max:
-                del self._signs[next(iter(self._signs))]
-            self._signs[key] = signs
+        if key not in self._rates and len(self._rates) >= self.settings.examples_max:
+            del self._rates[next(iter(self._rates))]
+        self._rates[key] = arrival_rps
 
     def look(self, now_s: float) -> None:
         """Closes a period that is over, and learns some of the examples that wait. Call it at each look."""
-        if not self.on:
-            return
         if self._period_end_s is None:
             self._period_end_s = now_s + self.settings.period_s
         if now_s >= self._period_end_s:
@@ -124,14 +100,14 @@ class DeviceScores:
             self._model.learn_one(features, target, weight)
             self.learned += 1
 
-    def factor(self, deployment: DeploymentKey, device: DeviceKey, signs: Signs | None = None) -> float:
-        """How many times longer than its profile says this model takes there; 1 for what nobody knows, and while off."""
-        if not self.on or self.learned == 0:
+    def factor(self, deployment: DeploymentKey, device: DeviceKey) -> float:
+        """How many times longer than its profile says this model takes there; 1 for what nobody knows."""
+        if self.learned == 0:
             return 1.0
-        known = signs or self._signs.get((deployment, device), _NO_SIGNS)
+        features = _features(deployment, device, self._rates.get((deployment, device), 0.0))
         bound = math.log(self.settings.factor_max)
         # The intercept is not learned, so that the sum over who and where is the whole answer.
-        return math.exp(min(bound, max(-bound, float(self._model.predict_one(_features(deployment, device, known))))))
+        return math.exp(min(bound, max(-bound, float(self._model.predict_one(features)))))
 
     def preference(self, deployment: DeploymentKey, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
         """Factors of these devices over their geometric mean: below 1 is better than the others."""
@@ -157,7 +133,7 @@ class DeviceScores:
         for key, seen in enough.items():
             target = seen.log_sum / seen.count - self._everywhere[key[0]]
             weight = min(1.0, seen.count / (4.0 * self.settings.seen_min))
-            examples.append((_features(*key, self._signs.get(key, _NO_SIGNS)), target, weight))
+            examples.append((_features(*key, self._rates.get(key, 0.0)), target, weight))
         for _ in range(self.settings.passes):
             self._examples.extend(examples)
         self._seen.clear()
@@ -186,19 +162,14 @@ class DeviceScores:
         return linear_model.LinearRegression(optimizer=optimizer, intercept_lr=0.0)
 
 
-def _features(deployment: DeploymentKey, device: DeviceKey, signs: Signs) -> dict[str, float]:
-    """Who, where, both, and the signs; each name is one of ``WEIGHTS_MAX`` buckets."""
+def _features(deployment: DeploymentKey, device: DeviceKey, arrival_rps: float) -> dict[str, float]:
+    """Who, where, both, and the load; each name is one of ``WEIGHTS_MAX`` buckets."""
     where = f"{device[0]}/{device[1]}"
-    features = {
+    return {
         _bucket(f"device {where}"): 1.0,
         _bucket(f"{deployment} on {where}"): 1.0,
+        "arrivals": math.log1p(max(0.0, arrival_rps)) / 4.0,
     }
-    features["arrivals"] = math.log1p(max(0.0, signs.arrival_rps)) / 4.0
-    if signs.temperature_c is not None:
-        features["temperature"] = (signs.temperature_c - _TEMPERATURE_MIDDLE_C) / _TEMPERATURE_SPAN_C
-    if signs.link_use is not None:
-        features["link"] = signs.link_use
-    return features
 
 
 def _bucket(name: str) -> str:

@@ -10,9 +10,12 @@ from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_us
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
 from broker.core.plan.problem import Block
 from broker.core.plan.standby import Spares
+from broker.core.pool.describe import seconds_text
 from subjects.ids import ReplicaId
 
 ROUNDING_BYTES = 1 << 20
+LOAD_TOLD_MIN = 0.01
+"""A smaller load is no reason that anybody would read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,11 @@ class Memory:
         *,
         routine: bool,
         resizes: bool = True,
+        victims: Mapping[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] | None = None,
     ) -> None:
-        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with."""
+        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with.
+        ``victims`` by place of a new block: who leaves for it."""
+        self._victims = victims or {}
         self._settings = settings
         self._resizes = resizes
         self._look = look
@@ -75,6 +81,7 @@ class Memory:
         self._keys = [site.key for site in sites]
         self._site_of = {key: site for site, key in enumerate(self._keys)}
         self._records = {model.record.deployment: model.record for model in look.models}
+        self._fixed = {model.record.deployment for model in look.models if not model.resizes_kv}
         new = [block for block in blocks if block.replica is None]
         urgent = {site for block in (*new, *spares.new) for site in block.sites}
         if routine:
@@ -84,7 +91,7 @@ class Memory:
             if block.replica is None or not look.ready(block.replica):
                 continue
             hurry = not urgent.isdisjoint(block.sites)
-            if resizes and (hurry or routine):
+            if resizes and (hurry or routine) and look.models[block.need].resizes_kv:
                 replica = look.replicas[block.replica]
                 target = self._resize(block, replica, hurry)
                 if target:
@@ -121,6 +128,8 @@ class Memory:
                     continue
                 if replica.devices[0] != self._keys[site]:
                     continue
+                if replica.deployment in self._fixed:
+                    continue
                 record = self._records[replica.deployment]
                 target = kv_used_bytes(record, replica)
                 if target < replica.kv_bytes * 0.9:
@@ -134,7 +143,7 @@ class Memory:
         held = self._spare_bytes.get(site, 0)
         for name in self._beside.get(site, ()):
             replica = self._look.replicas[name]
-            if name in self._closed and self._look.ready(name):
+            if name in self._closed and self._look.ready(name) and replica.deployment not in self._fixed:
                 record = self._records[replica.deployment]
                 held += fixed_bytes(record) + kv_used_bytes(record, replica) // record.gpus
             else:
@@ -142,7 +151,7 @@ class Memory:
         return held
 
     def _least(self, block: Block) -> int:
-        return kv_least_bytes(self._look.models[block.need].record, self._settings.kv_tokens_min)
+        return kv_least_bytes(self._look.models[block.need], self._settings.kv_tokens_min)
 
     def _target(self, block: Block) -> int:
         """KV over all devices: the least, and its part of what its sites have free beside those of no plan."""
@@ -190,6 +199,13 @@ class Memory:
         record = look.models[block.need].record
         need = look.needs[block.need]
         fixed, least = fixed_bytes(record), self._least(block)
+        victims = self._victims.get(block.place, ())
+        if victims and not all(look.ready(victim) for victim in victims):
+            return  # What is not ready is taken back first.
+        for victim in victims:
+            for key in look.replicas[victim].devices:
+                if key in self._site_of:
+                    self._free[self._site_of[key]] += look.replicas[victim].budget_bytes
         room = min(self._free[site] for site in block.sites) - fixed
         if room * record.gpus < least:
             for site in block.sites:
@@ -197,11 +213,31 @@ class Memory:
                     self.evicted.update(dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._going))
             return
         each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of(block.need)))
-        wanted = int(self._settings.start_factor * each) if self._resizes else self._target(block)
+        grows = self._resizes and look.models[block.need].resizes_kv
+        wanted = int(self._settings.start_factor * each) if grows else record.kv_bytes
         kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))
+        if not grows and room * record.gpus >= record.kv_bytes <= self._target(block):
+            kv = record.kv_bytes
         keys = tuple(look.problem.sites[site].key for site in block.sites)
-        self.actions.append(StartReplica(record.deployment, keys, need.text, kv_bytes=kv))
+        reason = self._reason(block, victims)
+        self.actions.append(StartReplica(record.deployment, keys, reason, victims, kv_bytes=kv))
         self._take(block, fixed + -(-kv // record.gpus))
+
+    def _reason(self, block: Block, victims: tuple[ReplicaId, ...]) -> str:
+        """Who waits, who leaves for it, and what the model needs."""
+        look = self._look
+        model, need = look.models[block.need], look.needs[block.need]
+        parts = []
+        if model.waiting:
+            parts.append(f"{model.waiting} waiting for {seconds_text(model.oldest_wait_s)}")
+        elif len(model.replicas) < model.record.min_replicas:
+            parts.append(f"below its minimum of {model.record.min_replicas}")
+        if victims:
+            names = [self._records[look.replicas[victim].deployment].name for victim in victims]
+            parts.append(f"{', '.join(names)} {'leave' if len(names) > 1 else 'leaves'}")
+        if need.load >= LOAD_TOLD_MIN or not parts:
+            parts.append(need.text)
+        return "; ".join(parts)
 
     def _start_spare(self, block: Block) -> None:
         record = self._look.models[block.need].record

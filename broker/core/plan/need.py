@@ -39,6 +39,9 @@ class NeedSettings:
     would be worth its price."""
     queue_free_s: float = 0.3
     """Work that may wait without asking for more."""
+    late_s: float = 1.0
+    full_share: float = 0.9
+    """Requests that wait for so long while so much of all seats is taken should have seats of their own, at once."""
     token_s: float = 0.04
     """Time per token that is assumed where none runs."""
     kv_factor: float = 1.25
@@ -336,7 +339,7 @@ class Needs:
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
-        busy = max(model.running + min(model.waiting, 0.2 * model.running), self._soon(model, costs, need, tracker))
+        busy = max(model.running + self._seated(model), self._soon(model, costs, need, tracker))
         need.seats = tracker.seats_most.add(now_s, SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
         need.share_min = min(
@@ -349,6 +352,14 @@ class Needs:
         need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
+
+    def _seated(self, model: ModelView) -> float:
+        """Of what waits, what should have a seat now: all of it when it waits for long because no seat is free."""
+        s = self.settings
+        ready = [replica for replica in model.replicas if replica.state is ReplicaState.READY]
+        if model.oldest_wait_s < s.late_s or model.running < s.full_share * sum(replica.slots for replica in ready):
+            return min(model.waiting, 0.2 * model.running)
+        return min(model.waiting, max(s.queue_max, len(ready)) * model.record.max_num_seqs)
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's

@@ -28,9 +28,12 @@ class Look:
         return self.replicas[replica].state is ReplicaState.READY
 
 
-def kv_least_bytes(record: ModelRecord, tokens_min: int) -> int:
-    """The least KV that a replica gets, over all its devices."""
-    return min(tokens_min * record.kv_bytes_per_token, max(record.kv_bytes, record.kv_bytes_per_token))
+def kv_least_bytes(model: ModelView, tokens_min: int) -> int:
+    """The least KV that a replica gets, over all its devices: ``tokens_min`` where it can grow later; else that of one
+    longest context, and the page that the engine keeps for itself."""
+    record = model.record
+    tokens = tokens_min if model.resizes_kv else (-(-record.max_context_len // record.block_size) + 1) * record.block_size
+    return min(tokens * record.kv_bytes_per_token, max(record.kv_bytes, record.kv_bytes_per_token))
 
 
 def fixed_bytes(record: ModelRecord) -> int:

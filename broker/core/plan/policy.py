@@ -99,9 +99,17 @@ class ModelView:
     may_load: bool
     """False while it backs off after a failed load, or a person holds it down or has locked it."""
     may_act: bool
-    """False in the modes observe and advise: what is decided is published and not carried out."""
+    """False in the modes observe and advise: its replicas stay, and none is started."""
     finished_output_tokens: int = 0
     """Of ``finished``: all their output tokens."""
+    advises: bool = False
+    """Whether what would be done for it is to be told, though it may not be done."""
+    fails: bool = False
+    """Whether its last load failed."""
+    failed_on: DeviceKey | None = None
+    """Where that was."""
+    resizes_kv: bool = True
+    """Whether its replicas can change their KV budget while they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +191,12 @@ class Decision:
     """Routing weights that changed (1.0 is neutral; 0.0 takes no new requests); neutral for models that may not act."""
     notes: dict[DeploymentKey, str] = field(default_factory=dict)
     """Per model one line on why it has what it has, for ``explain``."""
-    next_look_s: float | None = None
-    """Look again by then even if nothing happens; None leaves it to the scheduler's own tick."""
 
 
 class Policy(Protocol):
     """Decides for the whole pool."""
 
     name: str
-    wakes_cold_models: bool
-    """True: the scheduler's own rules (``placement``) still wake a model that waits without any replica, keep minimum
-    replicas and evict for the longest waiting. False: this policy does everything itself."""
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Called at most every 200 ms of the scheduler's clock, and at once when a model without replicas starts to wait."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, ForecastSettings, Key
-from broker.core.plan.learning import DeviceScores, Signs
+from broker.core.plan.learning import DeviceScores
 from broker.core.plan.need import ModelNeed
 from broker.core.plan.policy import (
     Action,
@@ -310,8 +310,7 @@ class Prospects:
                 ratio, known = replica.step_s / profile_s, self._step_ratio.get(deployment)
                 self._step_ratio[deployment] = ratio if known is None else known + 0.1 * (ratio - known)
                 if self.scores is not None:
-                    signs = Signs(arrival_rps=need.rps)
-                    self.scores.observe(deployment, replica.devices[0], profile_s, replica.step_s, signs)
+                    self.scores.observe(deployment, replica.devices[0], profile_s, replica.step_s, need.rps)
             elif deployment in self._step_ratio:
                 step_s, alone_s = replica.step_s, profile_s * self._step_ratio[deployment] * beside
         return EngineReading(
@@ -356,8 +355,11 @@ class Prospects:
     def _act(self, now_s: float, view: PoolView, pairs: Pairs, facts: tuple[Fact, ...]) -> None:
         s = self.settings
         free_bytes = {key: device.free_planned_bytes for key, device in view.devices.items()}
+        fixed = {replica.replica for model, _ in pairs if not model.resizes_kv for replica in model.replicas}
         for action in actions(facts, self._replicas, free_bytes):
             assert isinstance(action, ResizeReplicaKv | SetReplicaConcurrency)
+            if isinstance(action, ResizeReplicaKv) and action.replica in fixed:
+                continue
             before = self._replicas[action.replica]
             was = before.kv_bytes if isinstance(action, ResizeReplicaKv) else before.slots
             self._held[action.replica] = (now_s + self.triggers.settings.quiet_s, action, was)

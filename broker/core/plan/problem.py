@@ -51,6 +51,22 @@ class Need:
     """At least what the rest must carry before a device is given up; None: ``load``."""
     value: float = 1.0
     """Of all its load."""
+    lack_none: float = 1.0
+    """What it lacks without any replica: 1 is all of its load, more while requests wait, little for one that is idle."""
+    wait_s: float = 0.0
+    """How long its first request in the queue has waited; 0 while none does."""
+    idle_s: float = 0.0
+    """How long it has had no request; 0 while it has any."""
+    turn_s: float = 0.0
+    """While it is busy: its only replica yields to a model that has waited longer than this, in seconds of equal value."""
+    settled: bool = True
+    """Whether its newest replica has served long enough to have paid for its load."""
+    floor: int = 0
+    """Replicas that it keeps whoever waits."""
+    fails: bool = False
+    """Its last load failed: for it only those leave that nobody has used for long."""
+    avoids: int = -1
+    """The site where that was: it comes last."""
     replicas_min: int = 0
     """It never has fewer, whoever lacks what."""
     replicas_wanted: int = 0

@@ -200,7 +200,8 @@ class Search:
             others = [(site,) for sites in used.values() for site in sites]
             others.extend((site,) for site in firsts.values())
             found.extend(place for place in others if layout.may_come((need, place)))
-            return list(dict.fromkeys(found))
+            elsewhere = [place for place in found if place != (wanted.avoids,)]
+            return list(dict.fromkeys(elsewhere or found))
         names = [name for name in dict.fromkeys([*used, *(group for group, _ in empty)]) if name]
         each = min(GROUPS_MAX, max(1, PLACES_MAX // max(1, len(names)) - 1))
         for group in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -71,16 +71,16 @@ class SpareChooser:
         self._beside: dict[int, list[Block]] = {}
         """By model: replicas that the plan does without."""
 
-    def choose(self, kept: dict[ReplicaId, Block], level: float, count_max: int) -> Spares:
+    def choose(self, kept: dict[ReplicaId, Block], yields: Container[ReplicaId], level: float, count_max: int) -> Spares:
         """Spares that cover ``level`` times the rate at which a model's work comes while it comes, those most in want first.
 
-        ``kept`` are the replicas of the plan.
+        ``kept`` are the replicas of the plan, ``yields`` those that leave for others now.
         """
         problem = self._look.problem
         spares = Spares()
         self._beside.clear()
         for block in problem.placed:
-            if block.replica is not None and block.replica not in kept:
+            if block.replica is not None and block.replica not in kept and block.replica not in yields:
                 self._beside.setdefault(block.need, []).append(block)
         order = []
         for index, seen in enumerate(self._look.needs):

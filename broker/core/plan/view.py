@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from broker.core.plan.availability import Planner
+from broker.core.plan.costs import CostBook
+from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
-from broker.core.pool.catalogue import Catalogue, DeviceKey
+from broker.core.pool.catalogue import Catalogue, DeviceKey, Model
 from broker.core.pool.describe import load_s_guess
-from broker.core.pool.events import MODELS_PER_DEVICE, SchedulerSettings
-from broker.core.pool.state import COMING, Demand, Device, Flow, Pool, Replica, Reservation
+from broker.core.pool.events import SchedulerSettings
+from broker.core.pool.state import COMING, Flow, Pool, Replica, Reservation
 from broker.core.pool.transactions import Transactions
 from subjects.ids import DeploymentKey, ReplicaId, base_name
 from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
 
-_NO_DEMAND = Demand()
+UNBOUNDED = 1 << 30
 _NO_ARRIVALS = Arrivals()
 
 
@@ -24,34 +25,29 @@ class ViewBuilder:
         settings: SchedulerSettings,
         pool: Pool,
         catalogue: Catalogue,
-        planner: Planner,
+        feasibility: Feasibility,
         transactions: Transactions,
+        costs: CostBook,
     ) -> None:
+        self._costs = costs
         self._settings = settings
         self._pool = pool
         self._catalogue = catalogue
-        self._planner = planner
+        self._feasibility = feasibility
         self._transactions = transactions
         self._replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = {}
-        self.needs_costs = False
-        """Whether the policy knows nothing of a model without costs."""
         self.unix_offset_s = 0.0
         """Added to the scheduler's clock it gives wall-clock time."""
         self._events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
         """As of so much news in the catalogue."""
-        self._kinds_of: list[Device] | None = None
-        self._kinds: tuple[str, ...] = ()
 
     def build(self, now_s: float) -> PoolView:
-        """The pool now, with demand as of the planner's last look, and the flow since the last view."""
+        """The pool now, with demand as of the last look, and the flow since the last view."""
         flows = self._pool.take_flow()
         coming: dict[DeploymentKey, list[Reservation]] = {}
         for held in self._pool.unlisted_reservations():
             coming.setdefault(held.deployment, []).append(held)
         records = sorted(self._catalogue.by_deployment(), key=lambda record: record.deployment)
-        unpriced = [record for record in records if not self.priced(record)]
-        if unpriced:
-            records = [record for record in records if self.priced(record)]
         known, self._replicas = self._replicas, {}
         models = {
             record.deployment: self._model(
@@ -62,8 +58,8 @@ class ViewBuilder:
         return PoolView(
             now_s=now_s,
             models=models,
-            devices=self._devices(self._held(unpriced, coming)),
-            models_per_device_max=self._settings.models_per_device_max or MODELS_PER_DEVICE,
+            devices=self._devices(),
+            models_per_device_max=self._settings.models_per_device_max or UNBOUNDED,
             unix_offset_s=self.unix_offset_s,
             events=self._expected(),
         )
@@ -84,32 +80,7 @@ class ViewBuilder:
             self._events = (catalogue.news, tuple(events))
         return self._events[1]
 
-    def priced(self, record: ModelRecord) -> bool:
-        """Whether the policy decides about a model. One that needs costs does so where they are known for some kind of
-        device here; else the model is left to the base rules, and the policy sees neither it nor the memory it holds."""
-        if not self.needs_costs:
-            return True
-        devices = self._pool.devices(usable=False)
-        if devices is not self._kinds_of:
-            self._kinds_of = devices
-            self._kinds = tuple(dict.fromkeys(device.report.device_type for device in devices))
-        return any(kind in record.costs for kind in self._kinds)
-
-    def _held(self, records: list[ModelRecord], coming: dict[DeploymentKey, list[Reservation]]) -> dict[DeviceKey, int]:
-        """Bytes that these models hold, or were promised, of each device."""
-        held: dict[DeviceKey, int] = {}
-        for record in records:
-            for replica in self._pool.replicas_for(record.deployment):
-                for device in () if replica.dead else replica.devices:
-                    key = (replica.worker, device)
-                    held[key] = held.get(key, 0) + replica.report.budget_bytes
-            for promise in coming.get(record.deployment, ()):
-                for device in promise.devices:
-                    key = (promise.worker, device)
-                    held[key] = held.get(key, 0) + promise.budget_bytes
-        return held
-
-    def _devices(self, held: dict[DeviceKey, int]) -> dict[DeviceKey, DeviceView]:
+    def _devices(self) -> dict[DeviceKey, DeviceView]:
         pool = self._pool
         views = {}
         for device in pool.devices(usable=True):
@@ -120,7 +91,7 @@ class ViewBuilder:
                 report.kind,
                 report.device_type,
                 report.link,
-                report.memory_bytes - held.get(device.key, 0) if held else report.memory_bytes,
+                report.memory_bytes,
                 room.free_planned_bytes,
                 room.largest_free_bytes,
                 room.loads_coming,
@@ -140,8 +111,9 @@ class ViewBuilder:
         pool, catalogue = self._pool, self._catalogue
         deployment = record.deployment
         model = catalogue.model(deployment)
-        demand = self._planner.demand(deployment)
-        stays = self._planner.usage.all_stay(record)
+        demand = self._feasibility.demand(deployment)
+        mode = catalogue.mode(deployment)
+        stays = self._feasibility.all_stay(record)
         replicas: list[ReplicaView] = []
         leaving = 0
         for replica in pool.replicas_for(deployment):
@@ -155,7 +127,7 @@ class ViewBuilder:
         replicas.extend(self._promised(now_s, record, held) for held in promised)
         replicas.sort(key=lambda view: view.replica)
         return ModelView(
-            record=record,
+            record=self._costs.filled(record),
             replicas=tuple(replicas),
             leaving=leaving,
             waiting=demand.waiting,
@@ -167,9 +139,22 @@ class ViewBuilder:
             within_slo=flow.within_slo if flow is not None else 0,
             load_s=model.load_s if model.load_s is not None else load_s_guess(record),
             may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(deployment),
-            may_act=catalogue.mode(deployment) is Mode.ACT,
+            may_act=mode is Mode.ACT,
+            advises=mode is Mode.ADVISE,
+            fails=model.failures > 0,
+            resizes_kv=self._resizes(record, model),
             finished_output_tokens=flow.finished_output_tokens if flow is not None else 0,
+            failed_on=model.failed_on,
         )
+
+    def _resizes(self, record: ModelRecord, model: Model) -> bool:
+        """What its replicas have said; before any has, what the workers say of its engine."""
+        for replica in self._pool.open_replicas(record.deployment):
+            model.resizes_kv = replica.report.resizes_kv
+        if model.resizes_kv is not None:
+            return model.resizes_kv
+        snapshots = [worker.snapshot for worker in self._pool.workers.values() if worker.snapshot is not None]
+        return any(record.engine_type in snapshot.resizing for snapshot in snapshots)
 
     def _replica(
         self,

@@ -30,6 +30,8 @@ class Model:
     early_deaths: int = 0
     """Replicas in a row that died soon after they were ready."""
     failed_on: DeviceKey | None = None
+    resizes_kv: bool | None = None
+    """Whether its replicas can change their KV budget while they run; None: none of them has said."""
     held_down: bool = False
     """A person unloaded it: only demand brings it back."""
 
@@ -55,11 +57,9 @@ class Catalogue:
         self.all_co_locate = True
         """Whether no model wants a device for itself."""
         self.any_stay = False
-        """Whether any model is pinned, locked, or has a minimum of replicas."""
+        """Whether any model is pinned, locked, in a mode in which it is not acted for, or has a minimum of replicas."""
         self.declared: dict[str, DeclaredLoad] = {}
         """Load that people expect, by the name that they gave it."""
-        self.all_act = True
-        """Whether the scheduler may act by itself for every model."""
         self.shared: list[list[ModelRecord]] = []
         """Records of each model that has several names."""
         self._stand_back: frozenset[str] = frozenset()
@@ -118,8 +118,8 @@ class Catalogue:
         for deployment, named in names_of.items():
             self._of_deployment[deployment] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
         self._by_deployment = sorted(self._of_deployment.values(), key=lambda record: record.name)
-        self.any_stay = bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
-        self.all_act = all(mode is Mode.ACT for mode in self._mode_of.values())
+        acts = all(mode is Mode.ACT for mode in self._mode_of.values())
+        self.any_stay = not acts or bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
 
     def stand_back(self, names: frozenset[str]) -> None:
         """These names, and no others, leave it to another of their model's names to speak for it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from broker.core.pool.events import SchedulerCommand, SchedulerSettings, SendCommand
 from broker.core.pool.transaction import Change, Operation, Transaction, Victim
-from subjects.ids import DeploymentKey, OperationId, ReplicaId
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     DrainReplica,
     EvictKv,
@@ -37,6 +37,8 @@ class Orders:
         self.epoch = 0
         self.unix_offset_s = 0.0
         """Added to the scheduler's clock it gives wall-clock time, for the journal."""
+        self.measures: Callable[[ModelRecord, WorkerId, DeviceId], bool] = lambda _record, _worker, _device: False
+        """Whether costs are to be measured where a model is loaded."""
 
     def lead(self, epoch: int) -> None:
         """Starts over under an epoch of our own."""
@@ -88,6 +90,7 @@ class Orders:
             replica_name=transaction.replica_name,
             timeout_s=self._settings.load_s_max,
             peers=transaction.devices[1:],
+            measure=self.measures(record, transaction.worker, transaction.device),
         )
         self._send(now_s, transaction, command, None, self._settings.load_s_max + self._settings.step_grace_s, out)
 
@@ -222,8 +225,6 @@ class Orders:
                 devices=transaction.devices,
                 record=transaction.record,
                 replica_name=transaction.replica_name,
-                restores=transaction.restores,
-                by_policy=transaction.by_policy,
                 replicas=tuple(replicas),
                 deployments=tuple(deployments),
                 forced=forced,

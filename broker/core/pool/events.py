@@ -13,6 +13,7 @@ from subjects.messages import (
     CommandReply,
     IngressTelemetry,
     JournalEntry,
+    KeptCosts,
     KvOrder,
     ModelRecord,
     Overrides,
@@ -43,16 +44,8 @@ class SchedulerSettings:
     """Silence is counted between two round trips on our own bus at most this far apart, and at no other time."""
     ingress_silent_s: float = 2.0
     """The demand of a gateway that is silent this long is forgotten."""
-    residency_s_min: float = 5.0
-    """How long a replica stays after it became ready, unless it is idle for ``idle_release_s``."""
-    idle_release_s: float = 2.0
-    """A model without demand for this long may leave at once: waiting out its residency would help nobody."""
-    minority_wait_s_max: float = 10.0
-    """While a waiting model has waited less than this, a busy resident keeps serving (same-model grouping)."""
     drain_s: float = 30.0
     """How long a drained replica may finish its requests; then they are given back and continue elsewhere."""
-    failing_victim_idle_s: float = 60.0
-    """A model whose last load failed may evict only what nobody has used for this long."""
     backoff_s_min: float = 2.0
     backoff_s_max: float = 60.0
     """Doubling between these two bounds gives at most five attempts in the first minute."""
@@ -71,10 +64,6 @@ class SchedulerSettings:
     """How often one command is sent without any answer before its step has failed."""
     ask_again_s: float = 5.0
     """An accepted operation without an end is asked for again this often: its event may have been lost."""
-    scale_out_wait_s: float = 2.0
-    """Waiting this long beside ready replicas asks for one more, in free room only."""
-    idle_unload_s: float | None = None
-    """Unload what was idle this long, even if nobody needs the room; None keeps it."""
     worker_missing_s: float = 10.0
     """Requests wait this long for a worker that could run them before they are refused."""
     worker_forgotten_s: float = 60.0
@@ -95,11 +84,7 @@ class SchedulerSettings:
     """Whether a policy may interrupt answers that run: only where gateways let them go on elsewhere (REL-2). Else every stop
     drains."""
     models_per_device_max: int | None = None
-    """Different models that may share a device (SCH-3). None: the base rules go by room alone, policies by 2."""
-
-
-MODELS_PER_DEVICE = 2
-"""Different models per device unless somebody sets another number (SCH-3)."""
+    """Different models that may share a device (SCH-3); None: as many as its memory holds."""
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -198,6 +183,22 @@ class KvOrdered:
 
 
 @dataclass(frozen=True, slots=True)
+class CostsKept:
+    """What was measured and kept before, or what another scheduler has kept just now."""
+
+    entries: tuple[KeptCosts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileAsked:
+    """A person wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
+
+    deployment: DeploymentKey
+    for_s: float
+    batch_max: int
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """A person wants one replica out, locked, pinned or not. ``interrupt`` does not let its requests finish there."""
 
@@ -267,6 +268,8 @@ SchedulerEvent = (
     | LeadershipGained
     | LeadershipLost
     | BusRoundTripMade
+    | CostsKept
+    | ProfileAsked
     | Ticked
 )
 
@@ -317,7 +320,14 @@ class Resign:
     reason: str
 
 
-SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign
+@dataclass(frozen=True, slots=True)
+class KeepCosts:
+    """Keep what was measured, over restarts of everything."""
+
+    kept: KeptCosts
+
+
+SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign | KeepCosts
 
 
 # ------------------------------------------------------------------------------------------------------------- decisions

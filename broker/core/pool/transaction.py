@@ -112,9 +112,6 @@ class Transaction:
     stage_s: float
     record: ModelRecord | None = None
     replica_name: str = ""
-    restores: bool = False
-    by_policy: bool = False
-    """Whether a policy wants it, whoever waits or does not."""
     drain_s: float = 0.0
     """How long the victims' requests may take to finish."""
     change: Change | None = None

@@ -16,9 +16,9 @@ CHANGING   the agent's word, or that of a KV node    DONE or ABORTED
 ========== ========================================= =================================================================
 
 A drain cannot be taken back, since an agent knows no such command. So a step that fails is compensated forwards: a victim
-that was already sent away is loaded again when somebody wants it (the policy does that, see ``placement``). A drain that
-fails or overruns its bound is followed by a forced unload: its requests continue elsewhere. A lost answer or event is no
-failure: a command is sent again under the same operation id, and a report that shows the result counts as the answer.
+that was already sent away is wanted again like any model whose requests wait. A drain that fails or overruns its bound is
+followed by a forced unload: its requests continue elsewhere. A lost answer or event is no failure: a command is sent again
+under the same operation id, and a report that shows the result counts as the answer.
 
 What begins, is sent and ends is told to the journal, from which a successor takes up what it finds unfinished
 (:meth:`Transactions.resume`): the agents' reports say how far it came, the journal what it was meant to be.
@@ -95,15 +95,11 @@ class Transactions:
         placement: Placement,
         record: ModelRecord,
         *,
-        restores: bool = False,
-        by_policy: bool = False,
         out: list[SchedulerCommand],
     ) -> Transaction:
         """Reserves the room on all devices, and begins to drain the victims."""
         transaction = self._begin(now_s, Kind.PLACE, placement.worker, placement.devices, placement.reason)
         transaction.record = record
-        transaction.restores = restores
-        transaction.by_policy = by_policy
         slug = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in record.name)[:24]
         transaction.replica_name = f"{slug}-{self.orders.epoch}-{transaction.number}"
         self._newcomers[transaction.replica_name] = transaction.number
@@ -231,8 +227,6 @@ class Transactions:
             self._leavers[replica] = transaction.number
         if began.record is not None:
             transaction.record = began.record
-            transaction.restores = began.restores
-            transaction.by_policy = began.by_policy
             transaction.replica_name = began.replica_name
             self._newcomers[began.replica_name] = transaction.number
             if newcomer is None:
@@ -514,11 +508,6 @@ class Transactions:
             return None
         transaction.cancelled = True
         return self.retire(now_s, listed, reason, forced=True, out=out)
-
-    def abandon(self, now_s: float, transaction: Transaction) -> None:
-        """Ends a placement that waits for its device although nobody waits for the model any more."""
-        assert transaction.stage is Stage.WAITING
-        self._abort(now_s, transaction, Fault.UNWANTED, "nobody waits for it any more")
 
     # ------------------------------------------------------------------------------------------------------------- ends
 

@@ -88,6 +88,8 @@ from subjects.messages import (
 DEAD_MAX = 4096
 """So many dead incarnations are remembered; the pool's digest goes on naming the recent ones."""
 RETRY_AFTER_S = 5
+STRESS_EVERY_S = 1.0
+"""Cadence of TWU's sum: each time all running requests are looked at."""
 """What a refused client is told when the pool has no estimate."""
 
 
@@ -108,6 +110,7 @@ class RequestCore:
         self._models: dict[DeploymentKey, PoolModel] = {}
         self._agenda: Agenda[RequestId] = Agenda()
         self._demand = DemandLedger()
+        self._stressed_s = 0.0
         self._held_due_s = inf
         self._held_sent = 0
         self._round_trip_s = -inf
@@ -145,6 +148,11 @@ class RequestCore:
 
     def take_demand(self, now_s: float) -> tuple[ModelDemand, ...]:
         """Waiting and running now, and what arrived and ended since the last call, for the telemetry of the gateway."""
+        if now_s - self._stressed_s >= STRESS_EVERY_S:
+            self._stressed_s = now_s
+            for live in self._live.values():
+                if live.state is State.RUNNING:
+                    self._demand.stressed(live.profile, live.stress(now_s))
         return self._demand.take(now_s)
 
     # ----------------------------------------------------------------------------------------------------------- step
@@ -229,7 +237,6 @@ class RequestCore:
             request=event.request,
             profile=event.profile,
             body=event.body,
-            prompt_token_ids=event.prompt_token_ids,
             cache_salt=event.cache_salt,
             submitted_s=now_s,
             wait_bound_s=event.wait_until_s - now_s,
@@ -570,6 +577,7 @@ class RequestCore:
                 first_s = now_s if live.first_sent_s is None else live.first_sent_s
                 output_tokens = outcome.usage.completion_tokens if outcome.usage else sum(live.next_indexes())
                 ttft_s, latency_s = first_s - live.submitted_s, now_s - live.submitted_s
+                self._demand.stressed(live.profile, live.stress(now_s))
                 self._demand.finished(
                     live.profile,
                     output_tokens=output_tokens,

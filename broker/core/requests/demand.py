@@ -38,6 +38,7 @@ class _Cell:
     ttft_s_sum: float = 0.0
     latency_s_sum: float = 0.0
     within_slo: int = 0
+    stress: float = 0.0
     lengths: list[int] = field(default_factory=lambda: [0, 0, 0])
     lengths_input_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
     lengths_output_tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -90,6 +91,11 @@ class DemandLedger:
             cell.latency_s_sum += latency_s
             cell.within_slo += within_slo
 
+    def stressed(self, profile: RequestProfile, stress: float) -> None:
+        """What :meth:`broker.core.requests.live.LiveRequest.stress` says of it."""
+        if (cell := self._cell(profile)) is not None:
+            cell.stress += stress
+
     def failed(self, profile: RequestProfile) -> None:
         """It ended with an error."""
         if (cell := self._cell(profile)) is not None:
@@ -125,6 +131,7 @@ class DemandLedger:
                     arrived_output_tokens=_three(cell.lengths_output_tokens),
                     waiting_input_tokens=cell.waiting_input_tokens,
                     within_slo=cell.within_slo,
+                    stress=cell.stress,
                 )
             )
             if cell.waiting or cell.running:

@@ -101,7 +101,6 @@ class RequestSubmitted(msgspec.Struct, frozen=True):
     body: bytes
     wait_until_s: float
     deadline_s: float
-    prompt_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     yields_at_s: float = inf
     sla: Sla | None = None

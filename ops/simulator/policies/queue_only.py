@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from broker.core.plan.capacity import Load, kv_bytes_needed
 from broker.core.plan.policy import Action, Decision, PoolView, StartReplica
 from broker.core.pool.catalogue import DeviceKey
+from ops.simulator.capacity import Load, kv_bytes_needed
 from ops.simulator.policies.common import FILLED, capacity_used
 from ops.simulator.types import PolicyContext, PoolSpec, SimModel
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX

@@ -1,0 +1,460 @@
+"""What a model's steps cost on each kind of device here, and where the numbers come from (PRO-4).
+
+One book for all who plan. The order of the sources: what the model's file *gives*; a fit to what replicas *measured*; an
+*estimate*, scaled by what is known on other kinds. Measured and estimated costs are *corrected* by one ratio, which follows
+the steps that engines tell of: slowly, within bounds, and only from moments when nothing else ran on the device. Where steps
+go on taking another time than was measured, the book asks for a new measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from broker.core.pool.state import Device, Pool
+from profiles.costs import engine_name, fit_costs, median_error, sums_between, sums_of, work_s
+from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
+from subjects.messages import (
+    CostPoint,
+    CostsMeasured,
+    EngineType,
+    KeptCosts,
+    ModelDemand,
+    ModelRecord,
+    ReplicaReport,
+    ReplicaState,
+    StepCosts,
+    StepSums,
+    WorkerSnapshot,
+)
+
+WINDOW_STEPS_MIN = 5
+"""Fewer steps of a replica are looked at together with those that follow."""
+CORRECTION_STEPS = 1000.0
+"""About so many of the last steps decide on the correction."""
+CORRECTED_STEPS_MIN = 200
+"""Of fewer steps nothing is concluded."""
+CORRECTION_NEWS = 0.05
+"""Plans hear of a correction that moved by so much."""
+CORRECTION_MAX = 4.0
+"""At most by this factor, up or down."""
+DEVIATION_MAX = 0.15
+DEVIATION_S = 60.0
+"""Steps that for so long take another time than was measured, by more than this share, ask for a new measurement (PRO-4)."""
+ERROR_STEPS = 1000
+"""The error that is told is over about so many of the last steps."""
+MEASURED_BATCH_MAX = 8
+"""What replicas measure by themselves goes up to this batch; ``carpool profile`` asks for more."""
+POINTS_MAX = 96
+SERVER = "server"
+"""In place of a kind of device, for engines behind a URL: what they compute is no device's of this pool, so plans count next
+to nothing for them, and their times are what answers tell."""
+SERVED_TOKENS = 20_000
+"""About so many of the last answers' tokens tell of them."""
+
+
+class Source(Enum):
+    """Where costs come from."""
+
+    GIVEN = "given"
+    """By the model's file, or by the options of a simulated engine."""
+    MEASURED = "measured"
+    CORRECTED = "corrected"
+    """Measured or estimated, and off by more than is normal: the engines' steps have the last word."""
+    ESTIMATED = "estimated"
+
+
+Key = tuple[str, str, int]
+"""Deployment, kind of device, devices of a replica."""
+
+
+def deployment_of(record: ModelRecord) -> str:
+    """What costs are kept for."""
+    return record.deployment
+
+
+@dataclass(slots=True)
+class Account:
+    """What is known of one deployment on one kind of device."""
+
+    kept: KeptCosts | None = None
+    fitted: StepCosts | None = None
+    ratio: float = 1.0
+    """Running mean over steps of the time that they took, over what the costs say without correction."""
+    correction: float = 1.0
+    """The ratio as plans know it."""
+    steps: int = 0
+    off_since_s: float = math.inf
+    """Since when the ratio says that the measurement is wrong; infinite: it does not."""
+    deviates: bool = False
+    """Whether that has lasted."""
+    served: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
+    windows: deque[StepSums] = field(default_factory=deque)
+    """The last that happened, of ``ERROR_STEPS`` steps or a little more."""
+    window_steps: int = 0
+
+    def restart(self, correction: float = 1.0) -> None:
+        """The costs below it are others now."""
+        self.ratio = self.correction = correction
+        self.steps = 0
+        self.off_since_s = math.inf
+        self.deviates = False
+
+
+@dataclass(frozen=True, slots=True)
+class CostsRow:
+    """For people: one model on one kind of device."""
+
+    model: str
+    device_type: str
+    source: Source
+    costs: StepCosts
+    correction: float
+    at_unix_s: float
+    points: tuple[CostPoint, ...]
+    whole: bool
+    engine: str
+    error: float
+    """Median over the last steps that engines told of; NaN while there are none."""
+    steps: int
+    deviates: bool
+
+
+class CostBook:
+    """See the module's docstring. Reads the pool; what it is told comes from agents and from where costs are kept."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._accounts: dict[Key, Account] = {}
+        self._sums: dict[WorkerId, dict[ReplicaId, StepSums]] = {}
+        self._filled: dict[DeploymentKey, tuple[ModelRecord, int, ModelRecord]] = {}
+        self._devices: list[Device] | None = None
+        self._kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
+        self._profiled: dict[DeploymentKey, tuple[float, int]] = {}
+        """Models of which somebody wants whole curves: until when, and up to which batch."""
+        self.news = 0
+        """Grows whenever plans should go by other costs."""
+        self.unix_offset_s = 0.0
+
+    # ------------------------------------------------------------------------------------------------------------ answers
+
+    def costs_of(self, record: ModelRecord, device_type: str) -> tuple[StepCosts, Source]:
+        """What plans go by on one kind of device."""
+        given = record.costs.get(device_type)
+        if given is not None:
+            return given, Source.GIVEN
+        self._look_at_kinds()
+        account = self._accounts.get(_key(record, device_type))
+        if device_type == SERVER and account is not None and account.fitted is not None:
+            return account.fitted, Source.MEASURED
+        if record.engine_type is not EngineType.VLLM:
+            return self._estimate(record, device_type), Source.GIVEN
+        base, source = self._base(record, device_type, account)
+        if account is None:
+            return base, source
+        off = abs(account.correction - 1.0)
+        if off > (DEVIATION_MAX if source is Source.MEASURED else CORRECTION_NEWS):
+            source = Source.CORRECTED
+        return _times(base, account.correction) if off else base, source
+
+    def filled(self, record: ModelRecord) -> ModelRecord:
+        """The record with costs for every kind of device here that has its engine. The same object as long as they are."""
+        self._look_at_kinds()
+        known = self._filled.get(record.deployment)
+        if known is not None and known[0] is record and known[1] == self.news:
+            return known[2]
+        costs = dict(record.costs)
+        for kind, (_, engines) in self._kinds.items():
+            if engines is None or record.engine_type in engines:
+                costs[kind] = self.costs_of(record, kind)[0]
+        filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
+        self._filled[record.deployment] = (record, self.news, filled)
+        return filled
+
+    def priced(self, record: ModelRecord) -> bool:
+        """Whether costs are known where it could run here."""
+        costs = self.filled(record).costs
+        return any(kind in costs for kind in self._kinds)
+
+    def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
+        """Without correction."""
+        if record.costs.get(device_type) is not None:
+            return record.costs[device_type], Source.GIVEN
+        if account is not None and account.kept is not None and account.kept.points:
+            if account.fitted is None:  # The registry may be read after what was kept.
+                account.fitted = fit_costs(account.kept.points, self._from_elsewhere(record, device_type))
+            return account.fitted, Source.MEASURED
+        return self._from_elsewhere(record, device_type), Source.ESTIMATED
+
+    def _from_elsewhere(self, record: ModelRecord, device_type: str) -> StepCosts:
+        """The estimate, scaled by the first other kind on which more is known."""
+        here = self._estimate(record, device_type)
+        if record.engine_type is not EngineType.VLLM:
+            return here
+        measured = {kind: costs for kind, costs in record.costs.items() if kind != device_type}
+        deployment = deployment_of(record)
+        for (whose, kind, gpus), account in self._accounts.items():
+            if (whose, gpus) == (deployment, record.gpus) and kind != device_type and account.fitted is not None:
+                measured.setdefault(kind, account.fitted)
+        for kind in sorted(measured):
+            return scaled(measured[kind], self._estimate(record, kind), here)
+        return here
+
+    def _estimate(self, record: ModelRecord, device_type: str) -> StepCosts:
+        known = self._kinds.get(device_type)
+        return estimate(record, known[0] if known is not None else kind_figures(device_type))
+
+    def _look_at_kinds(self) -> None:
+        """Which kinds there are, by the first device of each, and what engines they can run (None: not told)."""
+        devices = self._pool.devices(usable=False)
+        if devices is self._devices:
+            return
+        self._devices = devices
+        kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
+        for device in devices:
+            snapshot = device.worker.snapshot
+            engines = frozenset(snapshot.engines) if snapshot is not None and snapshot.engines else None
+            kind = device.report.device_type
+            known = kinds.get(kind)
+            if known is None:
+                kinds[kind] = (figures(device.report), engines)
+            else:
+                kinds[kind] = (known[0], None if known[1] is None or engines is None else known[1] | engines)
+        if kinds != self._kinds:
+            self._kinds = kinds
+            self.news += 1
+            for account in self._accounts.values():
+                if account.kept is None:
+                    continue
+                account.fitted = None  # What its points leave open follows the estimate, which may be another now.
+
+    # ----------------------------------------------------------------------------------------------------------- measured
+
+    def measured(self, now_s: float, event: CostsMeasured, record: ModelRecord) -> KeptCosts | None:
+        """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
+        points = tuple(point for point in event.points if point.sums.busy_s > 0)
+        account = self._account(_key(record, event.device_type))
+        old = account.kept
+        anew = old is None or account.deviates or old.engine != event.engine
+        if not points and (anew or not event.whole):
+            return None
+        cells = {} if anew or old is None else {_cell(point): point for point in old.points}
+        for point in points:
+            known = cells.get(_cell(point))
+            if known is None or (known.beside and not point.beside):
+                cells[_cell(point)] = point
+            elif known.beside or not point.beside:  # Another round: they weigh alike.
+                cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
+        kept = KeptCosts(
+            deployment=deployment_of(record),
+            device_type=event.device_type,
+            gpus=record.gpus,
+            engine=event.engine,
+            points=tuple(cells.values())[-POINTS_MAX:],
+            whole=event.whole or (not anew and old is not None and old.whole),
+            at_unix_s=now_s + self.unix_offset_s,
+        )
+        self._take(account, kept)
+        return kept
+
+    def restore(self, entries: Iterable[KeptCosts]) -> None:
+        """What was kept by an earlier life of this pool, or by the scheduler that leads; what is older than ours is not."""
+        for kept in entries:
+            account = self._account((kept.deployment, kept.device_type, kept.gpus))
+            if account.kept is None or kept.at_unix_s > account.kept.at_unix_s:
+                self._take(account, kept)
+
+    def _take(self, account: Account, kept: KeptCosts) -> None:
+        account.kept, account.fitted = kept, None
+        account.restart(kept.correction)
+        self.news += 1
+
+    def _account(self, key: Key) -> Account:
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = Account()
+        return account
+
+    # ------------------------------------------------------------------------------------------------------ corrected live
+
+    def observe(
+        self, now_s: float, snapshot: WorkerSnapshot, records: Mapping[DeploymentKey, ModelRecord]
+    ) -> list[tuple[ModelRecord, str, Account]]:
+        """Takes what engines say of their steps; returns whose costs have just turned out to be wrong for good."""
+        kinds = {device.device: device.device_type for device in snapshot.devices}
+        before, self._sums[snapshot.worker] = self._sums.get(snapshot.worker, {}), {}
+        known = self._sums[snapshot.worker]
+        news = []
+        for replica in snapshot.replicas:
+            if replica.sums is None or replica.state is not ReplicaState.READY:
+                continue
+            last = before.get(replica.replica)
+            window = sums_between(last, replica.sums) if last is not None else StepSums()
+            if last is not None and 0 <= window.steps < WINDOW_STEPS_MIN:
+                known[replica.replica] = last
+                continue
+            known[replica.replica] = replica.sums
+            record = records.get(replica.deployment)
+            if record is None or window.steps <= 0 or window.busy_s <= 0 or _has_company(replica, snapshot.replicas):
+                continue
+            kind = kinds.get(replica.device, "")
+            account = self._account(_key(record, kind))
+            if self._follow(now_s, account, self._base(record, kind, account), window):
+                news.append((record, kind, account))
+        return news
+
+    def _follow(self, now_s: float, account: Account, base: tuple[StepCosts, Source], window: StepSums) -> bool:
+        """One window of steps; True when it makes a deviation a lasting one."""
+        costs, source = base
+        account.windows.append(window)
+        account.window_steps += window.steps
+        while account.window_steps - account.windows[0].steps >= ERROR_STEPS:
+            account.window_steps -= account.windows.popleft().steps
+        ratio = min(max(window.busy_s / max(work_s(costs, window), 1e-12), 1 / CORRECTION_MAX), CORRECTION_MAX)
+        account.steps += window.steps
+        share = max(1.0 - math.exp(-window.steps / CORRECTION_STEPS), window.steps / account.steps)
+        account.ratio += share * (ratio - account.ratio)
+        if account.steps < CORRECTED_STEPS_MIN:
+            return False
+        if source is not Source.GIVEN and abs(account.ratio / account.correction - 1.0) > CORRECTION_NEWS:
+            account.correction = round(account.ratio, 3)
+            self.news += 1
+        if source is Source.ESTIMATED or abs(account.ratio - 1.0) <= DEVIATION_MAX:
+            account.off_since_s, account.deviates = math.inf, False
+            return False
+        account.off_since_s = min(account.off_since_s, now_s)
+        lasts = now_s - account.off_since_s >= DEVIATION_S and account.steps >= CORRECTION_STEPS
+        newly = lasts and not account.deviates
+        account.deviates = account.deviates or lasts
+        return newly
+
+    def served(self, rows: Iterable[ModelDemand], records: Mapping[DeploymentKey, ModelRecord]) -> None:
+        """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
+        for row in rows:
+            record = records.get(row.deployment)
+            if record is None or record.engine_type is not EngineType.OPENAI_HTTP or row.output_tokens <= row.finished:
+                continue
+            account = self._account(_key(record, SERVER))
+            steps = row.output_tokens - row.finished
+            new = (row.ttft_s_sum, float(row.input_tokens), row.latency_s_sum - row.ttft_s_sum, float(steps))
+            fade = 0.5 ** (steps / SERVED_TOKENS)
+            first_s, prompt_tokens, rest_s, rest = (fade * old + more for old, more in zip(account.served, new, strict=True))
+            account.served = (first_s, prompt_tokens, rest_s, rest)
+            account.steps += steps
+            account.fitted = StepCosts(prefill_token_s=first_s / max(1.0, prompt_tokens), step_const_s=rest_s / rest)
+
+    # ------------------------------------------------------------------------------------------------ what to measure next
+
+    def profile(self, now_s: float, deployment: DeploymentKey, for_s: float, batch_max: int) -> None:
+        """Somebody wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
+        known = self._profiled.get(deployment)
+        if for_s and (known is None or known[0] <= now_s):
+            for (deployment, _, _), account in self._accounts.items():
+                if deployment == deployment and account.kept is not None:
+                    account.kept = msgspec.structs.replace(account.kept, whole=False)
+        self._profiled[deployment] = (now_s + for_s, batch_max)
+
+    def to_load(self, record: ModelRecord, worker: WorkerId, device: DeviceId) -> bool:
+        """Whether a replica that is loaded there should measure before it serves."""
+        kind = self._kind(worker, device)
+        account = self._accounts.get(_key(record, kind))
+        return self._measures(record, kind) and not _has(account, self._engine(worker, record))
+
+    def to_measure(self, now_s: float, records: Mapping[DeploymentKey, ModelRecord]) -> dict[ReplicaId, int]:
+        """Who should measure in idle moments, and up to which batch: one replica of each deployment and kind."""
+        self._profiled = {whose: asked for whose, asked in self._profiled.items() if asked[0] > now_s}
+        found: dict[ReplicaId, int] = {}
+        taken: set[Key] = set()
+        for replica in self._pool.replicas_in_order():
+            record = records.get(replica.report.deployment)
+            if record is None or replica.dead or replica.report.state is not ReplicaState.READY:
+                continue
+            kind = self._kind(replica.worker, replica.report.device)
+            key = _key(record, kind)
+            asked = self._profiled.get(record.deployment)
+            if key in taken or not (asked or self._measures(record, kind)):
+                continue
+            account = self._accounts.get(key)
+            done = account is not None and account.kept is not None and account.kept.whole and not account.deviates
+            if asked or not done or not _has(account, self._engine(replica.worker, record)):
+                found[replica.replica] = asked[1] if asked else MEASURED_BATCH_MAX
+                taken.add(key)
+        return found
+
+    def _measures(self, record: ModelRecord, device_type: str) -> bool:
+        return record.engine_type is EngineType.VLLM and device_type not in record.costs
+
+    def _kind(self, worker: WorkerId, device: DeviceId) -> str:
+        known = self._pool.device(worker, device)
+        return known.report.device_type if known is not None else ""
+
+    def _engine(self, worker: WorkerId, record: ModelRecord) -> str:
+        known = self._pool.workers.get(worker)
+        versions = known.snapshot.engine_versions if known is not None and known.snapshot is not None else {}
+        version = versions.get(record.engine_type.value)
+        return engine_name(record.engine_type, version) if version else ""
+
+    # --------------------------------------------------------------------------------------------------------- for people
+
+    def rows(self, record: ModelRecord) -> list[CostsRow]:
+        """One for each kind of device here that the model could run on, and for each that it was measured on."""
+        deployment = deployment_of(record)
+        kinds = dict.fromkeys(self.filled(record).costs)
+        if record.engine_type is EngineType.OPENAI_HTTP:
+            kinds = {SERVER: None}
+        kinds |= dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
+        rows = []
+        for kind in sorted(kinds):
+            costs, source = self.costs_of(record, kind)
+            account = self._accounts.get(_key(record, kind)) or Account()
+            kept = account.kept if source is not Source.GIVEN else None
+            rows.append(
+                CostsRow(
+                    record.name,
+                    kind,
+                    source,
+                    costs,
+                    account.correction if source is not Source.GIVEN else 1.0,
+                    kept.at_unix_s if kept is not None else 0.0,
+                    kept.points if kept is not None else (),
+                    kept is not None and kept.whole,
+                    kept.engine if kept is not None else "",
+                    median_error(costs, account.windows),
+                    account.window_steps,
+                    account.deviates,
+                )
+            )
+        return rows
+
+
+def _key(record: ModelRecord, device_type: str) -> Key:
+    return deployment_of(record), device_type, record.gpus
+
+
+def _cell(point: CostPoint) -> tuple[int, int, bool]:
+    return point.batch, point.input_tokens, point.decodes
+
+
+def _has(account: Account | None, engine: str) -> bool:
+    """Whether something was measured with this engine; one whose version nobody told is taken to be the same."""
+    return account is not None and account.kept is not None and (not engine or account.kept.engine == engine)
+
+
+def _has_company(replica: ReplicaReport, replicas: Sequence[ReplicaReport]) -> bool:
+    """Whether another replica works on one of its devices."""
+    mine = {replica.device, *replica.peers}
+    return any(
+        other.running and other.replica != replica.replica and not mine.isdisjoint((other.device, *other.peers))
+        for other in replicas
+    )
+
+
+def _times(costs: StepCosts, factor: float) -> StepCosts:
+    return StepCosts(**{part: factor * getattr(costs, part) for part in StepCosts.__struct_fields__})

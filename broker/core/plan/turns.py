@@ -1,0 +1,242 @@
+"""Turns: who leaves for a model that waits and has no place (SCH-3).
+
+An auction in the currency of the objective, devices. A model that waits without any replica bids its value for each second
+that its first request has waited: waiting raises urgency, so whoever has waited longest gets a place first. What a replica
+asks for its place: that of an idle model next to nothing, the less the longer it has been idle; one of several a part of its
+model's value; the only one of a busy model its value for ``Need.turn_s`` seconds, once it has served for long enough to have
+paid for its load, else it is not for sale. So models that do not fit together take turns: each serves until the other has
+waited longer than this one will have to. Who has waited for ``WAIT_BOUND_S`` bids as the highest class does.
+
+Others may have no place of their own either: a model below its minimum, or one whose replicas do not keep up, gets the
+places of idle models. A bidder that spans several devices and finds no place in time claims those that it is nearest to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from broker.core.plan.layout import Layout
+from broker.core.plan.plan_input import Look
+from broker.core.plan.problem import Block, Need
+from subjects.ids import DeploymentKey, ReplicaId
+
+TURN_S = 8.0
+"""A busy model's only replica yields to one that has waited longer than this (or than what two loads cost, where that is
+longer), in seconds of equal value."""
+WAIT_BOUND_S = 20.0
+"""Who has waited for so long bids as the highest class does: no class waits without end."""
+IDLE_PRICE = 20.0
+"""What a place of an idle model costs, in devices: less than a second's waiting of the lowest class, more than a device,"""
+IDLE_HALF_S = 600.0
+"""and half of it after so long."""
+LATE_S = 2.0
+"""A model whose requests wait for so long beside its own replicas gets the places of idle ones."""
+FAILING_IDLE_S = 60.0
+"""A model whose last load failed gets only places that nobody has used for so long."""
+BIDS_MAX = 32
+"""Bidders of one look, the most urgent first: it must stay short in a large pool,"""
+SITES_MAX = 4096
+"""and looks at no more than so many devices in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One more replica, in the places of others."""
+
+    need: int
+    sites: tuple[int, ...]
+    victims: tuple[ReplicaId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seller:
+    """A block that may leave its place, and what that costs; the last of its model or not does not change with others."""
+
+    number: int
+    replica: ReplicaId
+    need: int
+    sites: tuple[int, ...]
+    bytes_each: int
+    price: float
+    idle_s: float
+    """0: its model is busy."""
+    last: bool
+
+
+@dataclass(slots=True)
+class Turns:
+    """The auction of one look. ``claims`` are the devices that those wait for who found no place in time."""
+
+    look: Look
+    layout: Layout
+    value_max: float
+    claims: dict[DeploymentKey, tuple[int, ...]] = field(default_factory=dict)
+
+    def take(self) -> list[Turn]:
+        """The turns to take now, the most urgent first; the layout has them all."""
+        needs = self.look.problem.needs
+        bids = []
+        for index, need in enumerate(needs):
+            bid = self._bid(index, need)
+            if bid > 0:
+                bids.append((-bid, need.model, index))
+        if not bids:
+            return []
+        sellers = self._sellers()
+        turns = []
+        most = max(4, min(BIDS_MAX, SITES_MAX // max(1, len(self.look.problem.sites))))
+        for bid, _, index in sorted(bids)[:most]:
+            turn = self._buy(index, -bid, sellers)
+            if turn is not None:
+                turns.append(turn)
+                gone = set(turn.victims)
+                for site, there in list(sellers.items()):
+                    sellers[site] = [seller for seller in there if seller.replica not in gone]
+            elif needs[index].wait_s >= WAIT_BOUND_S and not self.layout.of(index) and not needs[index].fails:
+                self.claims[needs[index].model] = self._nearest(index)
+        return turns
+
+    def _bid(self, index: int, need: Need) -> float:
+        """What one more place is worth to a model, in devices; 0: it has what it needs, or may not have more."""
+        count = len(self.layout.of(index))
+        if count >= need.replicas_max or (need.idle_s > 0 and count >= max(need.floor, need.replicas_min)):
+            return 0.0
+        if count == 0:
+            value = self.value_max if need.wait_s >= WAIT_BOUND_S else need.value
+            return value * max(need.wait_s, 1.0 if self.layout.lack(index) > 0 else 0.0)
+        late = need.wait_s >= LATE_S or count < need.floor
+        return need.value * self.layout.lack(index) if late else 0.0
+
+    # ------------------------------------------------------------------------------------------------------------ sellers
+
+    def _sellers(self) -> dict[int, list[_Seller]]:
+        """By site those that could leave it, the cheapest first."""
+        look, layout = self.look, self.layout
+        placed: dict[tuple[int, tuple[int, ...]], Block] = {block.place: block for block in look.problem.placed}
+        found: dict[int, list[_Seller]] = {}
+        for number in sorted(layout.blocks):
+            block = layout.blocks[number]
+            there = placed.get(block.place)
+            if there is None or there.replica is None or there.stays:
+                continue
+            need = look.problem.needs[block.need]
+            count = len(layout.of(block.need))
+            last = count == 1
+            if need.idle_s > 0:
+                price = IDLE_PRICE / (1.0 + need.idle_s / IDLE_HALF_S)
+            elif not look.ready(there.replica) or (last and not need.settled):
+                continue
+            else:
+                price = need.value * (need.turn_s if last else 1.0 / count)
+            if last and need.floor:
+                continue
+            held = block.bytes_held or need.bytes_min
+            seller = _Seller(number, there.replica, block.need, block.sites, held, price, need.idle_s, last)
+            for site in block.sites:
+                found.setdefault(site, []).append(seller)
+        for there in found.values():
+            there.sort(key=lambda seller: (seller.price, seller.replica))
+        return found
+
+    def _sells(self, seller: _Seller, index: int) -> bool:
+        """Whether a block may leave for this bidder."""
+        need = self.look.problem.needs[index]
+        if seller.need == index or (need.fails and seller.idle_s < FAILING_IDLE_S):
+            return False
+        if seller.idle_s > 0:
+            return True
+        # A busy model gives its last place only to one that waits and has none.
+        return not self.layout.of(index) and (not seller.last or need.wait_s > 0)
+
+    # ------------------------------------------------------------------------------------------------------------- buying
+
+    def _buy(self, index: int, bid: float, sellers: dict[int, list[_Seller]]) -> Turn | None:
+        need = self.look.problem.needs[index]
+        groups: dict[str, list[tuple[float, int, tuple[_Seller, ...]]]] = {}
+        claimed = {site for claim in self.claims.values() for site in claim}
+        for site, place in enumerate(self.look.problem.sites):
+            if place.kind not in need.rates or site in claimed:
+                continue
+            if site == need.avoids and len(self.look.problem.sites) > 1:
+                continue
+            offer = self._offer(index, need, site, sellers.get(site, ()))
+            if offer is not None:
+                price = sum(seller.price for seller in offer)
+                groups.setdefault(place.group if need.gpus > 1 else "", []).append((price, site, offer))
+        best: tuple[float, tuple[int, ...], list[_Seller]] | None = None
+        for name, offers in groups.items():
+            if len(offers) < need.gpus or (need.gpus > 1 and not name):
+                continue
+            offers.sort(key=lambda offer: offer[:2])
+            chosen = offers[: need.gpus]
+            leave = list({seller.replica: seller for *_, offer in chosen for seller in offer}.values())
+            price = sum(seller.price for seller in leave) + self._load_price(need)
+            sites = tuple(sorted(site for _, site, _ in chosen))
+            if leave and price < bid and self._floors_hold(leave) and (best is None or (price, sites) < best[:2]):
+                best = (price, sites, leave)
+        if best is None:
+            return None
+        _, sites, leave = best
+        for seller in leave:
+            self.layout.remove(seller.number)
+        self.layout.add(index, sites)
+        return Turn(index, sites, tuple(seller.replica for seller in leave))
+
+    def _load_price(self, need: Need) -> float:
+        return need.load_s * self.look.problem.prices.load * need.gpus
+
+    def _offer(self, index: int, need: Need, site: int, there: Iterable[_Seller]) -> tuple[_Seller, ...] | None:
+        """Who would leave a site so that a block of the bidder fits; None: it would not."""
+        chosen: list[_Seller] = []
+        movable = [seller for seller in there if self._sells(seller, index)]
+        while not self._fits(need, index, site, chosen):
+            if not movable:
+                return None
+            chosen.append(movable.pop(0))
+        # A cheap early one may have become needless beside a later, larger one.
+        for seller in list(reversed(chosen)):
+            rest = [other for other in chosen if other is not seller]
+            if self._fits(need, index, site, rest):
+                chosen = rest
+        return tuple(chosen)
+
+    def _fits(self, need: Need, index: int, site: int, gone: Sequence[_Seller]) -> bool:
+        layout, place = self.layout, self.look.problem.sites[site]
+        numbers = {seller.number for seller in gone}
+        if layout.free_bytes(site) + sum(seller.bytes_each for seller in gone) < need.bytes_min:
+            return False
+        rest = [layout.blocks[number].need for number in layout.on(site) if number not in numbers]
+        if len(rest) >= place.residents_max or index in rest:
+            return False
+        others = [self.look.problem.needs[other] for other in rest]
+        return all(other.tenant == need.tenant and other.co_locates and need.co_locates for other in others)
+
+    def _floors_hold(self, leave: Sequence[_Seller]) -> bool:
+        """Whether of no model more leave than it can spare."""
+        needs, layout = self.look.problem.needs, self.layout
+        for owner in dict.fromkeys(seller.need for seller in leave):
+            going = [seller for seller in leave if seller.need == owner]
+            least = needs[owner].floor or (0 if any(seller.last for seller in going) or needs[owner].idle_s > 0 else 1)
+            if len(layout.of(owner)) - len(going) < least:
+                return False
+        return True
+
+    def _nearest(self, index: int) -> tuple[int, ...]:
+        """The devices that a bidder will most likely get: those of one group with the least that must stay."""
+        need, layout = self.look.problem.needs[index], self.layout
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for site, place in enumerate(self.look.problem.sites):
+            if place.kind not in need.rates or place.memory_bytes < need.bytes_min:
+                continue
+            stays = sum(
+                layout.blocks[number].bytes_held or self.look.problem.needs[layout.blocks[number].need].bytes_min
+                for number in layout.on(site)
+                if layout.blocks[number].stays
+            )
+            if stays + need.bytes_min <= place.memory_bytes:
+                groups.setdefault(place.group if need.gpus > 1 else str(site), []).append((stays, site))
+        options = [
+            tuple(site for _, site in sorted(found)[: need.gpus]) for found in groups.values() if len(found) >= need.gpus
+        ]
+        return min(options, default=())
