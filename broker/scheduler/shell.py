@@ -174,7 +174,7 @@ class Scheduler:
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),
-            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.model_hash, for_s, batch_max)),
+            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.deployment, for_s, batch_max)),
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""

@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages.kinds import ReplicaState
 from subjects.messages.registry import CostPoint, ModelRecord
 
@@ -166,6 +166,7 @@ class CostsMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="costs-measur
     worker: WorkerId
     replica: ReplicaId
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     device_type: str = ""
     engine: str = ""
     points: tuple[CostPoint, ...]

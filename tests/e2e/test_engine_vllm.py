@@ -283,7 +283,8 @@ async def test_tool_calls_come_as_detail(driver: Driver, choice: Any) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": parameters, "strict": True}}
     body = ask("Look it up", tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=200)
     with_parser = driver.send(body, options={"tool_call_parser": "hermes"})
-    for options in (None, {}):
+    others: tuple[dict[str, str] | None, ...] = (None, {})
+    for options in others:
         refused = (await driver.ask(body, options=options)).failure
         assert refused is not None and refused.param == "tools"
     unknown = (await driver.ask(body, options={"tool_call_parser": "nobodys"})).failure

@@ -74,11 +74,6 @@ Key = tuple[str, str, int]
 """Deployment, kind of device, devices of a replica."""
 
 
-def deployment_of(record: ModelRecord) -> str:
-    """What costs are kept for."""
-    return record.deployment
-
-
 @dataclass(slots=True)
 class Account:
     """What is known of one deployment on one kind of device."""
@@ -199,7 +194,7 @@ class CostBook:
         if record.engine_type is not EngineType.VLLM:
             return here
         measured = {kind: costs for kind, costs in record.costs.items() if kind != device_type}
-        deployment = deployment_of(record)
+        deployment = record.deployment
         for (whose, kind, gpus), account in self._accounts.items():
             if (whose, gpus) == (deployment, record.gpus) and kind != device_type and account.fitted is not None:
                 measured.setdefault(kind, account.fitted)
@@ -253,7 +248,7 @@ class CostBook:
             elif known.beside or not point.beside:  # Another round: they weigh alike.
                 cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
         kept = KeptCosts(
-            deployment=deployment_of(record),
+            deployment=record.deployment,
             device_type=event.device_type,
             gpus=record.gpus,
             engine=event.engine,
@@ -356,8 +351,8 @@ class CostBook:
         """Somebody wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
         known = self._profiled.get(deployment)
         if for_s and (known is None or known[0] <= now_s):
-            for (deployment, _, _), account in self._accounts.items():
-                if deployment == deployment and account.kept is not None:
+            for (whose, _, _), account in self._accounts.items():
+                if whose == deployment and account.kept is not None:
                     account.kept = msgspec.structs.replace(account.kept, whole=False)
         self._profiled[deployment] = (now_s + for_s, batch_max)
 
@@ -405,7 +400,7 @@ class CostBook:
 
     def rows(self, record: ModelRecord) -> list[CostsRow]:
         """One for each kind of device here that the model could run on, and for each that it was measured on."""
-        deployment = deployment_of(record)
+        deployment = record.deployment
         kinds = dict.fromkeys(self.filled(record).costs)
         if record.engine_type is EngineType.OPENAI_HTTP:
             kinds = {SERVER: None}
@@ -435,7 +430,7 @@ class CostBook:
 
 
 def _key(record: ModelRecord, device_type: str) -> Key:
-    return deployment_of(record), device_type, record.gpus
+    return record.deployment, device_type, record.gpus
 
 
 def _cell(point: CostPoint) -> tuple[int, int, bool]:
