@@ -21,6 +21,7 @@ from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
 from broker.scheduler.twu import DeviceTwu
 from broker.scheduler.verbs import Apply, OfModel, ProfileOf, Row, Verbs, What, asked
+from profiles.deployment import sharers, with_deployment
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
@@ -91,7 +92,7 @@ class Control:
     # ------------------------------------------------------------------------------------------------------------- verbs
 
     async def _apply(self, argument: Apply) -> list[Row]:
-        records = argument.records
+        records = [with_deployment(record) for record in argument.records]
         rows: list[Row] = []
         for record in records:
             known = self._registry.records.get(record.name)
@@ -103,8 +104,10 @@ class Control:
         return rows
 
     def _name_notes(self, record: ModelRecord) -> Iterator[str]:
-        """What a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
+        """Whose replicas it shares, and what a name in it does not do: gateways decide by that order (``ModelTable``)."""
         known = self._registry.records
+        if shared := sharers(record, known.values()):
+            yield f"shares replicas with {', '.join(shared)}"
         fallback = record.fallback
         if fallback and fallback not in self._names() and adapter_base(known, fallback) is None:
             yield f"its fallback {fallback!r} is not applied"
@@ -221,6 +224,7 @@ class Control:
                     "waiting": asked.waiting,
                     "running": asked.running,
                     "budget_bytes": record.budget_bytes,
+                    "deployment": record.deployment[:16],
                     "note": self._note(record),
                 }
             )
@@ -265,6 +269,7 @@ class Control:
                 "kv_pages_free": replica.report.kv_pages_free,
                 "budget_bytes": replica.report.budget_bytes,
                 "memory_bytes": replica.report.memory_bytes,
+                "deployment": replica.report.deployment[:16],
                 "note": replica.report.failure,
             }
             for replica in sorted(core.pool.replicas.values(), key=lambda r: r.replica)

@@ -15,6 +15,7 @@ from broker.core.pool.journal import Recorded, Step, TransactionLog
 from broker.core.pool.state import Demand, Replica
 from broker.core.pool.transaction import Stage, Transaction
 from broker.core.scheduler import SchedulerCore
+from profiles.deployment import sharers
 from subjects.ids import ReplicaId
 from subjects.messages import (
     DrainReplica,
@@ -89,6 +90,8 @@ class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
     min_replicas: int
     max_replicas: int
     needs: str
+    deployment: str
+    """Its first 16 hex digits, and who shares it."""
     waiting: int
     running: int
     oldest_wait_s: float
@@ -115,6 +118,7 @@ def explain_model(
     demand = pool.demand(now_s).get(record.deployment, Demand())
     replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
     told = _told(core, record)
+    shared = sharers(record, catalogue.by_name())
     refusal = told.refusal if told is not None else ""
     actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
     return ModelExplained(
@@ -125,6 +129,7 @@ def explain_model(
         min_replicas=record.min_replicas,
         max_replicas=record.max_replicas,
         needs=_needs(record),
+        deployment=", shared with ".join([record.deployment[:16], *filter(None, [", ".join(shared)])]),
         waiting=demand.waiting,
         running=demand.running,
         oldest_wait_s=round(demand.oldest_wait_s, 3),

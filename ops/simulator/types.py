@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from broker.core.plan.policy import Policy
 from profiles.costs import chunk_tokens
-from subjects.ids import DeploymentKey
+from subjects.ids import DeploymentKey, ModelHash
 from subjects.messages import EngineType, ModelRecord, Sla, SlaClass, StepCosts
 
 GB = 1_000_000_000
@@ -60,6 +60,7 @@ class SimModel:
         """Its registry record with a KV budget over all its devices."""
         return ModelRecord(
             name=self.name,
+            model_hash=ModelHash(self.deployment),
             deployment=self.deployment,
             weights_hash=self.deployment,
             engine_type=EngineType.SIMULATED,

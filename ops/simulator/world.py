@@ -151,12 +151,13 @@ class World:
         record = self.records[model]
         deployment = self.deployments[model]
         inputs = self.input_at[index]
-        expected = self.lengths.expected(deployment, TENANT, RequestKind.INFERENCE)
+        expected = self.lengths.expected(self.records[model].model_hash, TENANT, RequestKind.INFERENCE)
         if expected is None:
             expected = record.max_output_tokens_default
         pages = pages_for(inputs + expected, BLOCK_TOKENS)
         queue_class = self._classes[model] if self.class_at is None else self.class_at[index]
         profile = RequestProfile(
+            model_hash=self.records[model].model_hash,
             deployment=deployment,
             endpoint=Endpoint.CHAT,
             tenant=TENANT,
@@ -280,7 +281,7 @@ class World:
             latency_s=latency_s,
             within_slo=within_slo(self.records[live.model].sla, ttft_s, latency_s, tokens),
         )
-        self.lengths.observe(live.profile.deployment, TENANT, RequestKind.INFERENCE, tokens)
+        self.lengths.observe(live.profile.model_hash, TENANT, RequestKind.INFERENCE, tokens)
 
     def _release(self, replica: SimReplica, live: Live) -> None:
         replica.held -= 1

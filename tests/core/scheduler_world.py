@@ -33,7 +33,7 @@ from broker.core.pool.events import (
 )
 from broker.core.scheduler import SchedulerCore
 from profiles.budget import with_kv
-from subjects.ids import DeploymentKey, DeviceId, IngressId, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, IngressId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandOutcome,
@@ -115,6 +115,11 @@ def record(name: str, gib: float = 1.0, **changes: object) -> ModelRecord:
         "max_context_len": 1024,
     }
     return ModelRecord(**(fields | changes))  # type: ignore[arg-type]
+
+
+def model_hash(name: str) -> ModelHash:
+    """The hash of the files of ``name``: never its deployment."""
+    return ModelHash(name.encode().hex().ljust(64, "f")[:64])
 
 
 def deployment(name: str) -> DeploymentKey:
@@ -489,7 +494,7 @@ class World:
             demand.append(
                 ModelDemand(
                     deployment=model,
-                    model_hash=model,
+                    model_hash=ModelHash(model),
                     sla_class=SlaClass.SILVER,
                     lane=Lane.SMALL,
                     waiting=len(waits),

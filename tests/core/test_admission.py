@@ -22,7 +22,7 @@ from broker.core.requests.admission import (
     retry_after_s,
     unknown_model,
 )
-from subjects.ids import DeploymentKey, RequestId, Tenant
+from subjects.ids import DeploymentKey, ModelHash, RequestId, Tenant
 from subjects.messages import ModelRecord, PoolModel, SlaClass
 
 TENANT = Tenant("t")

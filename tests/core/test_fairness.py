@@ -17,14 +17,14 @@ from broker.core.pool.events import (
     Ticked,
 )
 from broker.core.scheduler import SchedulerCore
-from subjects.ids import DeploymentKey, IngressId
+from subjects.ids import DeploymentKey, IngressId, ModelHash
 from subjects.messages import IngressTelemetry, Lane, ModelDemand, ModelRecord, SlaClass, StepCosts
 
 A = DeploymentKey("a" * 64)
 RECORD = ModelRecord(
     name="a",
     deployment=A,
-    model_hash=A,
+    model_hash=ModelHash(A),
     weights_hash="w",
     source="/m",
     weights_bytes=1,

@@ -31,7 +31,7 @@ from subjects.messages import (
     WorkerCommand,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, deployment, record
+from tests.core.scheduler_world import GIB, deployment, model_hash, record
 
 WORKER = WorkerId("w-0123456789")
 OLD = ReplicaId("old-1-1-aaaaaaaaaa")

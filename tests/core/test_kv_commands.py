@@ -66,7 +66,7 @@ def test_an_eviction_and_a_migration_reach_the_node_and_end_with_what_it_did() -
     world.run(1.0)
     (evict,) = one.kv_asked
     assert isinstance(evict, EvictKv)
-    assert (evict.ratio, evict.kv_signature, evict.deployment, evict.timeout_s) == (0.5, "sig", deployment("m"), 60.0)
+    assert (evict.ratio, evict.kv_signature, evict.timeout_s) == (0.5, "sig", 60.0)
     (pull,) = other.kv_asked
     assert isinstance(pull, MigrateKv)
     assert (pull.source_worker, pull.kv_signature, pull.timeout_s) == (one.worker, "sig", 60.0)

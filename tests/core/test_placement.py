@@ -56,7 +56,7 @@ from subjects.messages import (
     UnloadReplica,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, UNIX_S, deployment, record
+from tests.core.scheduler_world import GIB, UNIX_S, deployment, model_hash, record
 from tests.core.words import pin, said
 
 W, V = WorkerId("w-0000000001"), WorkerId("v-0000000002")
@@ -876,7 +876,13 @@ def test_demand_is_summed_over_gateways_and_ages() -> None:
     bench = settled(A)
     bench.demand(a=(2, 1.0))
     row = ModelDemand(
-        deployment=A.deployment, sla_class=SlaClass.GOLD, lane=Lane.LARGE, waiting=4, running=1, oldest_wait_s=3.0
+        deployment=A.deployment,
+        model_hash=A.model_hash,
+        sla_class=SlaClass.GOLD,
+        lane=Lane.LARGE,
+        waiting=4,
+        running=1,
+        oldest_wait_s=3.0,
     )
     for sequence, rows in ((5, (row, row)), (4, ())):
         telemetry = IngressTelemetry(ingress=IngressId("gw-2"), sequence=sequence, demand=rows)

@@ -58,7 +58,7 @@ from subjects.messages import (
     UnloadReplica,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, UNIX_S, deployment, record
+from tests.core.scheduler_world import GIB, UNIX_S, deployment, model_hash, record
 from tests.core.test_placement import A, B, Bench, commands
 from tests.core.words import expect, lock, mode, said
 

@@ -19,7 +19,7 @@ from subjects.messages import (
     RequestProfile,
     SlaClass,
 )
-from tests.core.scheduler_world import deployment, record
+from tests.core.scheduler_world import deployment, model_hash, record
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -43,7 +43,12 @@ def profile(model: str = "a", **fields: object) -> RequestProfile:
 
 def row(model: str = "a", **fields: object) -> ModelDemand:
     """What is told of it."""
-    values: dict[str, object] = {"deployment": deployment(model), "sla_class": SlaClass.SILVER, "lane": Lane.SMALL}
+    values: dict[str, object] = {
+        "deployment": deployment(model),
+        "model_hash": model_hash(model),
+        "sla_class": SlaClass.SILVER,
+        "lane": Lane.SMALL,
+    }
     return ModelDemand(**(values | fields))  # type: ignore[arg-type]  # tests name fields freely
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from subjects.errors import DecodeError
-from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import ModelRecord, ReplicaState
 from workers import control
 from workers.control import (

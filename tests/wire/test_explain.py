@@ -22,7 +22,7 @@ from subjects.codec import encode
 from subjects.ids import IngressId, ReplicaId, RequestId
 from subjects.messages import Endpoint, Lane, RequestProfile, RequestStory, SlaClass
 from subjects.nats.bus import NatsBus
-from tests.core.scheduler_world import deployment, record
+from tests.core.scheduler_world import deployment, model_hash, record
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.test_scheduler import QUICK, rig_on

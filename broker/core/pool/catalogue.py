@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from broker.core.pool.overrides import PINNED
-from subjects.ids import DeploymentKey, DeviceId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, WorkerId
 from subjects.messages import DeclaredLoad, Mode, ModelRecord, OverrideKind, Overrides
 
 DeviceKey = tuple[WorkerId, DeviceId]
@@ -64,6 +64,7 @@ class Catalogue:
         """Records of each model that has several names."""
         self._stand_back: frozenset[str] = frozenset()
         self._of_deployment: dict[DeploymentKey, ModelRecord] = {}
+        self._of_files: dict[ModelHash, DeploymentKey] = {}
         self._models: dict[DeploymentKey, Model] = {}
         self._by_name: list[ModelRecord] = []
         self._by_deployment: list[ModelRecord] = []
@@ -96,6 +97,7 @@ class Catalogue:
         records = self.records.values()
         self.all_co_locate = all(record.allow_co_location for record in records) and len({r.tenant for r in records}) <= 1
         self._of_deployment.clear()
+        self._of_files.clear()
         self._pinned.clear()
         self._locked.clear()
         self._mode_of.clear()
@@ -110,6 +112,8 @@ class Catalogue:
         names_of: dict[DeploymentKey, list[ModelRecord]] = {}
         for record in self._by_name:
             names_of.setdefault(record.deployment, []).append(record)
+            if self._of_files.setdefault(record.model_hash, record.deployment) != record.deployment:
+                self._of_files[record.model_hash] = DeploymentKey("")
         self.shared = [named for named in names_of.values() if len(named) > 1]
         for deployment, named in names_of.items():
             self._of_deployment[deployment] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
@@ -164,6 +168,10 @@ class Catalogue:
     def of_deployment(self, deployment: DeploymentKey) -> ModelRecord | None:
         """The record that speaks for a model, or None when nobody applied it."""
         return self._of_deployment.get(deployment)
+
+    def deployment_of(self, model_hash: ModelHash) -> DeploymentKey:
+        """The one deployment of these files; empty where there is none, or are several."""
+        return self._of_files.get(model_hash, DeploymentKey(""))
 
     def model(self, deployment: DeploymentKey) -> Model:
         """The memory of a model, made when it is first asked for."""

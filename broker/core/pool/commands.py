@@ -114,7 +114,6 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         order: KvOrder,
-        deployment: DeploymentKey | None,
         out: list[SchedulerCommand],
         *,
         operation: OperationId | None = None,
@@ -128,7 +127,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 ratio=order.ratio,
-                deployment=deployment,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -138,7 +136,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 source_worker=order.source,
-                deployment=deployment,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from broker.core.pool.catalogue import Catalogue
+from broker.core.pool.older import kept_in_journal
 from broker.core.pool.state import COMING, Pool, Replica
 from subjects.ids import DeploymentKey, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
@@ -189,7 +190,7 @@ def resume(entries: Iterable[JournalEntry], pool: Pool, catalogue: Catalogue) ->
     """
     log = TransactionLog()
     for entry in entries:
-        log.add(entry)
+        log.add(kept_in_journal(entry, catalogue))
     return [_resumption(one, pool, catalogue) for one in log.transactions() if one.ended_unix_s is None]
 
 

@@ -158,7 +158,7 @@ class Transactions:
         transaction = self._begin(now_s, kind, worker, (), reason)
         transaction.kv = order
         self.orders.begin(now_s, transaction, (), (deployment,), forced=False)
-        self._send_kv(now_s, transaction, order, deployment, None, out)
+        self._send_kv(now_s, transaction, order, None, out)
         return transaction
 
     def take_up_kv(
@@ -169,7 +169,7 @@ class Transactions:
         transaction = self._begin(now_s, Kind(began.kind), began.worker, (), began.reason)
         transaction.name = began.transaction
         transaction.kv = order
-        self._send_kv(now_s, transaction, order, next(iter(began.deployments), None), sent, out)
+        self._send_kv(now_s, transaction, order, sent, out)
         return transaction
 
     def _send_kv(
@@ -177,13 +177,12 @@ class Transactions:
         now_s: float,
         transaction: Transaction,
         order: KvOrder,
-        deployment: DeploymentKey | None,
         sent: OperationId | None,
         out: list[SchedulerCommand],
     ) -> None:
         transaction.move(now_s, Stage.WAITING)
         transaction.move(now_s, Stage.CHANGING)
-        self.orders.ask_kv(now_s, transaction, order, deployment, out, operation=sent)
+        self.orders.ask_kv(now_s, transaction, order, out, operation=sent)
 
     def _begin_change(self, now_s: float, kind: Kind, replica: Replica, change: Change, reason: str) -> Transaction:
         transaction = self._begin(now_s, kind, replica.worker, replica.devices, reason)

@@ -245,6 +245,7 @@ class RequestCore:
             yields_at_s=event.yields_at_s,
             sla=event.sla,
             adapter=event.adapter,
+            options=event.options,
             prefix=event.prefix,
             waits_since_s=now_s,
         )

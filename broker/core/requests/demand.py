@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from profiles.costs import length_class
-from subjects.ids import DeploymentKey, RequestId
+from subjects.ids import DeploymentKey, ModelHash, RequestId
 from subjects.messages import Lane, ModelDemand, RequestKind, RequestProfile, Sla, SlaClass
 
 Key = tuple[DeploymentKey, str, str, str]
-"""Model, class, lane, business. Names in place of enum members: a request is counted several times, and theirs hash fast."""
+"""Deployment, class, lane, business. Names in place of enum members: each request is counted often, and theirs hash fast."""
 
 
 def within_slo(sla: Sla, ttft_s: float, latency_s: float, output_tokens: int) -> bool:
@@ -24,6 +24,7 @@ class _Cell:
     """``waiting`` maps to the time since when, oldest first, because a request that waits again is put at the end. The lists
     are of what arrived, by length class."""
 
+    model_hash: ModelHash
     sla_class: SlaClass
     lane: Lane
     waiting: dict[RequestId, float] = field(default_factory=dict)
@@ -110,6 +111,7 @@ class DemandLedger:
                 continue
             rows.append(
                 ModelDemand(
+                    model_hash=cell.model_hash,
                     deployment=key[0],
                     sla_class=cell.sla_class,
                     lane=cell.lane,
@@ -134,6 +136,7 @@ class DemandLedger:
             )
             if cell.waiting or cell.running:
                 self._cells[key] = _Cell(
+                    cell.model_hash,
                     cell.sla_class,
                     cell.lane,
                     waiting=cell.waiting,
@@ -148,7 +151,7 @@ class DemandLedger:
         key = (profile.deployment, profile.sla_class._value_, profile.lane._value_, profile.business_id)
         cell = self._cells.get(key)
         if cell is None:
-            cell = self._cells[key] = _Cell(profile.sla_class, profile.lane)
+            cell = self._cells[key] = _Cell(profile.model_hash, profile.sla_class, profile.lane)
         return cell
 
 

@@ -105,6 +105,8 @@ class LiveRequest:
     """Its model's targets."""
     adapter: Adapter | None = None
     """What answers in place of the base model."""
+    options: dict[str, str | int | float | bool] | None = None
+    """How the name that was asked for parses answers."""
     prefix: PromptPrefix | None = None
     """Its prompt's spans, if it has any and somebody may look for them."""
     may_hold_out: bool = True
@@ -249,4 +251,5 @@ class LiveRequest:
             cache_salt=self.cache_salt,
             max_tokens=self.profile.max_tokens,
             adapter=self.adapter if part == 0 else None,
+            options=self.options if part == 0 else None,
         )
