@@ -44,7 +44,7 @@ bench: $(STAMP)
 	$(RUN)/carpool bench gateway
 
 mutation: $(STAMP)
-	$(RUN)/python -m ops.mutation --seed $(or $(SEED),1)
+	$(RUN)/python -m tests.mutation --seed $(or $(SEED),1)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

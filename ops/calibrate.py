@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from broker.core.plan.signals import TWU_FREE, TWU_FULL
+from profiles.twu import TWU_FREE, TWU_FULL
 from subjects.errors import ConfigError
 
 LATE_MAX = 0.05

@@ -47,7 +47,8 @@ def calibrate(
     """Find the levels of TWU at which a device is full, and free, on this site.
 
     Two stages, each up to the load at which the SLO breaks: the smallest model alone, then all models with 60 % short, 30 %
-    medium and 10 % long prompts. TWU at the second break, times 0.8, is written to a file.
+    medium and 10 % long prompts. TWU at the second break, times 0.8, is written to a file, by which `carpool get devices`
+    tells each device's TWU from then on.
 
     \b
     carpool calibrate                                       in the simulator: 3.8B, 8B and 14B on one GPU

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from broker.core.plan.signals import TokenWork, allowed_s, twu, twu_raw_s
 from ops.calibrate import LATE_MAX, Measured, Say, Stage, Thresholds, stage_of, thresholds
 from ops.simulator.reality_client import Timed, ask, body
+from profiles.twu import TokenWork, allowed_s, twu, twu_raw_s
 from subjects.errors import CarpoolError, ConfigError
 
 MIX = (0.6, 0.3, 0.1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -50,3 +53,47 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
         return uvloop.run(main)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The pool that a command is about, and how it is to answer."""
+
+    nats_url: str
+    name: str
+    as_json: bool
+
+    @property
+    def url(self) -> str:
+        """Its bus; see :func:`bus_url`."""
+        return bus_url(self.nats_url, self.name)
+
+    def ask(self, verb: str, **argument: Any) -> Any:
+        """The scheduler's answer to a verb of ``ctl``."""
+        from ops.control import control
+
+        return run(control(self.url, verb, argument))
+
+    def tell(self, result: Any, told: Callable[[], str]) -> None:
+        """Prints what was asked for, as JSON or for people."""
+        import msgspec
+
+        click.echo(msgspec.json.encode(result).decode() if self.as_json else told())
+
+
+def on_pool(command: Callable[..., None]) -> Callable[..., None]:
+    """Options that say which pool, given to ``command`` as its first argument."""
+
+    @json_option
+    @nats_option
+    @pool_name_option
+    @functools.wraps(command)
+    def given(as_json: bool, nats_url: str, pool_name: str, **rest: Any) -> None:
+        command(Pool(nats_url, pool_name, as_json), **rest)
+
+    return given
+
+
+def clock(unix_s: float, form: str = "%H:%M:%S") -> str:
+    """Local time."""
+    return time.strftime(form, time.localtime(unix_s))

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.cli_common import Pool, clock, on_pool
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -32,16 +32,6 @@ class Moment(click.ParamType[float]):
             self.fail(f"{value!r}: say for example +90m, 2027-01-31T09:00 or 2027-01-31T09:00+01:00", param, ctx)
 
 
-def _ask(verb: str, argument: dict[str, Any], nats_url: str, pool_name: str) -> Any:
-    from ops.control import control
-
-    return run(control(bus_url(nats_url, pool_name), verb, argument))
-
-
-def _clock(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
-
-
 @click.group(short_help="Tell the scheduler of load that will come.")
 def event() -> None:
     """Tell the scheduler of load that will come: a launch, a sale, a nightly batch.
@@ -60,20 +50,8 @@ def event() -> None:
 @click.option("--end", type=Moment(), required=True, help="When it ends.")
 @click.option("--factor", type=click.FloatRange(0.01, 1000), default=1.0, help="So many times the load there would be.")
 @click.option("--at-least", type=click.FloatRange(0), default=0.0, help="Work to expect at least, in whole devices.")
-@json_option
-@nats_option
-@pool_name_option
-def add(
-    name: str,
-    model: str,
-    begin: float,
-    end: float,
-    factor: float,
-    at_least: float,
-    as_json: bool,
-    nats_url: str,
-    pool_name: str,
-) -> None:
+@on_pool
+def add(pool: Pool, name: str, model: str, begin: float, end: float, factor: float, at_least: float) -> None:
     """Declare an event, or change the one of that name. Capacity is loaded shortly before it begins.
 
     +90m counts from now, for both ends. Only models whose file says `resources.costs` are planned ahead for.
@@ -82,59 +60,44 @@ def add(
     carpool event add launch --model smollm2 --begin +90m --end +4h --factor 3
     carpool event add batch --model smollm2 --begin 2027-01-31T22:00 --end 2027-02-01T01:00 --at-least 2
     """
-    argument = {
-        "name": name,
-        "model": model,
-        "begin_unix_s": begin,
-        "end_unix_s": end,
-        "factor": factor,
-        "at_least": at_least,
-    }
-    result = _ask("declare", argument, nats_url, pool_name)
-    if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(result).decode())
-    else:
-        click.echo(f"{name}: {result['model'] or 'all models'} from {_clock(begin)} to {_clock(end)}")
+    times = {"begin_unix_s": begin, "end_unix_s": end}
+    result = pool.ask("declare", name=name, model=model, factor=factor, at_least=at_least, **times)
+    pool.tell(result, lambda: f"{name}: {result['model'] or 'all models'} from {_day(begin)} to {_day(end)}")
 
 
 @event.command("remove")
 @click.argument("name")
-@nats_option
-@pool_name_option
-def remove(name: str, nats_url: str, pool_name: str) -> None:
+@on_pool
+def remove(pool: Pool, name: str) -> None:
     """Take an event back."""
-    result = _ask("withdraw", {"name": name}, nats_url, pool_name)
-    click.echo(f"{name}: removed" if result["changed"] else f"{name}: was not declared")
+    result = pool.ask("withdraw", name=name)
+    pool.tell(result, lambda: f"{name}: removed" if result["changed"] else f"{name}: was not declared")
 
 
 @event.command("list")
-@json_option
-@nats_option
-@pool_name_option
-def listed(as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def listed(pool: Pool) -> None:
     """Show what was declared."""
     from ops.models import print_table
 
-    rows = _ask("get", {"what": "events"}, nats_url, pool_name) or []
-    if as_json:
-        import msgspec
+    rows = pool.ask("get", what="events") or []
+    if pool.as_json or not rows:
+        pool.tell({"events": rows}, lambda: "no events")
+        return
+    print_table(
+        [
+            {
+                "event": row["event"],
+                "model": row["model"] or "all",
+                "begin": _day(row["begin_unix_s"]),
+                "end": _day(row["end_unix_s"]),
+                "factor": row["factor"],
+                "at least": row["at_least"],
+            }
+            for row in rows
+        ]
+    )
 
-        click.echo(msgspec.json.encode({"events": rows}).decode())
-    elif not rows:
-        click.echo("no events")
-    else:
-        print_table(
-            [
-                {
-                    "event": row["event"],
-                    "model": row["model"] or "all",
-                    "begin": _clock(row["begin_unix_s"]),
-                    "end": _clock(row["end_unix_s"]),
-                    "factor": row["factor"],
-                    "at least": row["at_least"],
-                }
-                for row in rows
-            ]
-        )
+
+def _day(unix_s: float) -> str:
+    return clock(unix_s, "%Y-%m-%d %H:%M")

@@ -12,7 +12,7 @@ from ops.cli_common import json_option, run
 
 
 @click.command(short_help="Run the fixed oracles of a part on real processes.")
-@click.argument("part", type=click.Choice(["main-job", "scheduler", "kv"]))
+@click.argument("part", type=click.Choice(["main-job", "scheduler", "capacity", "kv"]))
 @click.option("--only", multiple=True, help="Run only this oracle of the part. May be repeated.")
 @click.option("--seed", default=0, show_default=True, help="Another seed gives other prompts and other bursts.")
 @json_option

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.cli_common import Pool, on_pool, run
 
 EVICT_S = 60.0
 
@@ -87,10 +87,8 @@ def worker_flags(given: dict[str, Any]) -> tuple[str, ...]:
 @click.argument("model")
 @click.option("--ratio", type=float, required=True, help="Share of the blocks that each worker keeps: 0.5, or 1 for all.")
 @click.option("--worker", default="", help="At this worker alone, or that of this replica.")
-@json_option
-@nats_option
-@pool_name_option
-def evict_kv(model: str, ratio: float, worker: str, as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def evict_kv(pool: Pool, model: str, ratio: float, worker: str) -> None:
     """Drop a share of what is kept of a model's KV in host memory and on disk, coldest first, and say what was dropped.
 
     What is dropped is computed again when it is asked for; answers stay the same. Of what an engine has in its own memory
@@ -103,10 +101,8 @@ def evict_kv(model: str, ratio: float, worker: str, as_json: bool, nats_url: str
     """
     from ops.kv_orders import carried_out
 
-    argument: dict[str, Any] = {"model": model, "ratio": ratio}
-    if worker:
-        argument["worker"] = worker
-    _finish(run(carried_out("evict-kv", argument, EVICT_S, bus_url(nats_url, pool_name), quiet=as_json)), as_json)
+    argument = {"model": model, "ratio": ratio, "worker": worker}
+    _finish(pool, run(carried_out("evict-kv", argument, EVICT_S, pool.url, quiet=pool.as_json)))
 
 
 @click.command("migrate-kv", short_help="Copy a model's KV from one worker to another.")
@@ -118,10 +114,8 @@ def evict_kv(model: str, ratio: float, worker: str, as_json: bool, nats_url: str
 @click.option(
     "--timeout-s", type=click.FloatRange(1, 3600), default=600.0, show_default=True, help="What came by then is kept."
 )
-@json_option
-@nats_option
-@pool_name_option
-def migrate_kv(model: str, source: str, target: str, timeout_s: float, as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def migrate_kv(pool: Pool, model: str, source: str, target: str, timeout_s: float) -> None:
     """Copy what a worker keeps of a model's KV to another worker, which pulls what it lacks; the source keeps its own.
 
     Do it before a model moves, so that its replica there need not compute its prompts' beginnings again.
@@ -133,18 +127,16 @@ def migrate_kv(model: str, source: str, target: str, timeout_s: float, as_json: 
     from ops.kv_orders import carried_out
 
     argument = {"model": model, "source": source, "target": target, "timeout_s": timeout_s}
-    _finish(run(carried_out("migrate-kv", argument, timeout_s, bus_url(nats_url, pool_name), quiet=as_json)), as_json)
+    _finish(pool, run(carried_out("migrate-kv", argument, timeout_s, pool.url, quiet=pool.as_json)))
 
 
-def _finish(result: dict[str, Any], as_json: bool) -> None:
+def _finish(pool: Pool, result: dict[str, Any]) -> None:
     rows = result["transactions"]
-    if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(result).decode())
-    else:
-        for row in rows:
-            told = row["outcome"] if row["ended"] else f"still under way: `carpool explain {row['transaction']}` tells more"
-            click.echo(f"{result['model']} at {row['worker']}: {told}")
+    pool.tell(result, lambda: "\n".join(f"{result['model']} at {row['worker']}: {_told(row)}" for row in rows))
     if any(row["failed"] or not row["ended"] for row in rows):
         sys.exit(1)
+
+
+def _told(row: dict[str, Any]) -> str:
+    under_way = f"still under way: `carpool explain {row['transaction']}` tells more"
+    return str(row["outcome"]) if row["ended"] else under_way

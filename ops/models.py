@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from ops.cli_common import clock
 from ops.control import control
+from profiles.deployment import sharers
 from subjects.errors import ConfigError
 from subjects.messages import ModelRecord
 
@@ -52,7 +54,8 @@ def _progress(line: str) -> None:
 
 async def apply_records(records: Sequence[ModelRecord], *, nats_url: str) -> None:
     """Applies ``records`` and tells what each needs; without ``nats_url`` only says what would be applied."""
-    notes: dict[str, str] = {}
+    shared = ((record.name, sharers(record, records)) for record in records)
+    notes = {name: f"shares replicas with {', '.join(others)}" for name, others in shared if others}
     if nats_url:
         rows = await control(nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]}) or []
         notes = {row["name"]: row.get("note", "") for row in rows}
@@ -62,10 +65,13 @@ async def apply_records(records: Sequence[ModelRecord], *, nats_url: str) -> Non
             f"{record.name}: {'applied' if nats_url else 'would be applied'}, needs {size(record.budget_bytes)} "
             f"(weights {size(record.weights_bytes)}, KV {size(record.kv_bytes)}, overhead {size(record.overhead_bytes)})\n"
             f"  context {record.max_context_len}, {record.kv_bytes_per_token} B of KV per token, "
-            f"hash {record.model_hash[:16]}" + (", random weights" if record.random_weights else "")
+            f"hash {record.model_hash[:16]}, deployment {record.deployment[:16]}"
+            + (", random weights" if record.random_weights else "")
         )
         if record.adapters or record.adapters_max:
             print(f"  {adapters_text(record)}")
+        if not nats_url:
+            print(estimate_text(record))
         if note:
             print(f"  {note}")
 
@@ -75,6 +81,39 @@ def adapters_text(record: ModelRecord) -> str:
     listed = ", ".join(adapter.name for adapter in record.adapters) or "none yet"
     room = f"; {record.adapters_max} at once, rank up to {record.adapters_rank_max}" if record.adapters_max else ""
     return f"adapters: {listed}{room}"
+
+
+def estimate_text(record: ModelRecord) -> str:
+    """What its steps should cost on each kind of device of this machine, marked as nobody's measurement."""
+    import os
+
+    import structlog
+
+    from profiles.estimate import estimate, figures
+    from subjects.messages import DeviceReport
+    from workers.devices import parse_devices
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    lines = []
+    for device in {device.device_type: device for device in parse_devices(())}.values():
+        threads = len(os.sched_getaffinity(0))
+        report = DeviceReport(
+            device=device.device,
+            kind=device.kind,
+            device_type=device.device_type,
+            memory_bytes=device.memory_bytes,
+            reserved_bytes=0,
+            threads=threads,
+        )
+        given = record.costs.get(device.device_type)
+        costs = given or estimate(record, figures(report))
+        lines.append(
+            f"  {'given' if given else 'estimated'} on {device.device_type}: a prompt of 1,000 tokens takes "
+            f"{1e3 * costs.prefill_token_s + 1e6 * costs.prefill_token2_s:.3g} s, a token "
+            f"{1e3 * (costs.step_const_s + costs.step_request_s):.3g} ms"
+            + ("" if given else "; measured when it is first ready there")
+        )
+    return "\n".join(lines)
 
 
 async def show(what: str, *, as_json: bool, nats_url: str) -> None:
@@ -90,15 +129,17 @@ async def show(what: str, *, as_json: bool, nats_url: str) -> None:
         rows = [_told(row) for row in rows]
     if what == "kv":
         rows = [{**row, "models": [_kept(one) for one in row["models"]]} for row in rows]
+    if what == "costs":
+        rows = [_priced(row) for row in rows]
     if what == "locks":
-        rows = [{**row, "since": _clock(row["since_unix_s"], "%Y-%m-%d %H:%M"), "since_unix_s": None} for row in rows]
+        rows = [{**row, "since": clock(row["since_unix_s"], "%Y-%m-%d %H:%M"), "since_unix_s": None} for row in rows]
     print_table(rows)
 
 
 def _told(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of the timeline as people read it, the long text last; ``--json`` has all of it."""
     return {
-        "time": _clock(entry["at_unix_s"]),
+        "time": clock(entry["at_unix_s"]),
         "action": entry["action"],
         "model": entry["model"],
         "device": entry["device"],
@@ -108,13 +149,27 @@ def _told(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _priced(row: dict[str, Any]) -> dict[str, Any]:
+    """Costs as people read them: seconds of one request's parts in milliseconds; ``--json`` has all."""
+    costs, corrected = row["costs"], f"times {row['correction']:.2f}" if row["correction"] != 1.0 else ""
+    error = f"{row['error']:.0%} of {row['steps']} steps" if row["error"] is not None else None
+    note = "takes another time for good, is measured again" if row["deviates"] else ""
+    return {
+        "model": row["model"],
+        "kind": row["kind"],
+        "source": f"{row['source']} {corrected}".strip(),
+        "age_s": row["age_s"],
+        "points": row["points"],
+        "error": error,
+        "1k prompt ms": round(1e3 * (1e3 * costs["prefill_token_s"] + 1e6 * costs["prefill_token2_s"]), 2),
+        "step ms": round(1e3 * (costs["step_const_s"] + costs["step_request_s"]), 2),
+        "note": note,
+    }
+
+
 def _kept(held: dict[str, Any]) -> str:
     """What a tier has of one model."""
     return f"{held['model']} {held['blocks']} ({size(held['bytes'])})"
-
-
-def _clock(unix_s: float, form: str = "%H:%M:%S") -> str:
-    return time.strftime(form, time.localtime(unix_s))
 
 
 def print_table(rows: Sequence[dict[str, Any]], *, title: str | None = None) -> None:
@@ -156,7 +211,7 @@ def _cell(column: str, value: Any) -> str:
     if column.endswith("_bytes"):
         return size(int(value))
     if isinstance(value, float):
-        return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+        return f"{value:.2f}" if column == "twu" else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
     if isinstance(value, list):
         return ", ".join(str(item) for item in value)
     return str(value)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import click
 
-from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.cli_common import Pool, clock, on_pool
 
 MODES = ("observe", "advise", "act", "default")
-
-
-def _ask(verb: str, argument: dict[str, Any], nats_url: str, pool_name: str) -> Any:
-    from ops.control import control
-
-    return run(control(bus_url(nats_url, pool_name), verb, argument))
 
 
 def _one_of(**given: str | None) -> tuple[str, dict[str, Any]]:
@@ -29,15 +22,6 @@ def _one_of(**given: str | None) -> tuple[str, dict[str, Any]]:
     return (name if what == "model" else f"{what} {name}"), {what: name}
 
 
-def _print(result: dict[str, Any], as_json: bool, told: Callable[[], str]) -> None:
-    if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(result).decode())
-    else:
-        click.echo(told())
-
-
 _device = click.option("--device", metavar="WORKER/DEVICE", help="A device, as `carpool get devices` shows it.")
 _replica = click.option("--replica", metavar="ID", help="A replica, as `carpool get replicas` shows it.")
 _worker = click.option("--worker", metavar="NAME", help="A worker with all its devices.")
@@ -47,10 +31,8 @@ _worker = click.option("--worker", metavar="NAME", help="A worker with all its d
 @click.argument("model", required=False)
 @_device
 @_replica
-@json_option
-@nats_option
-@pool_name_option
-def lock(model: str | None, device: str | None, replica: str | None, as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def lock(pool: Pool, model: str | None, device: str | None, replica: str | None) -> None:
     """Keep the scheduler's hands off a model, a device or a replica, until `carpool unlock`.
 
     Nothing automatic starts, stops or changes a locked model's replicas; nothing comes to or goes from a locked device.
@@ -62,8 +44,8 @@ def lock(model: str | None, device: str | None, replica: str | None, as_json: bo
     carpool lock --replica smollm2-3-1-5be0cd19c1
     """
     name, argument = _one_of(model=model, device=device, replica=replica)
-    result = _ask("lock", argument, nats_url, pool_name)
-    _print(result, as_json, lambda: f"{name}: locked" if result["changed"] else f"{name}: was locked already")
+    result = pool.ask("lock", **argument)
+    pool.tell(result, lambda: f"{name}: locked" if result["changed"] else f"{name}: was locked already")
 
 
 @click.command(short_help="Give a model, device, replica or worker back to the scheduler.")
@@ -71,18 +53,8 @@ def lock(model: str | None, device: str | None, replica: str | None, as_json: bo
 @_device
 @_replica
 @_worker
-@json_option
-@nats_option
-@pool_name_option
-def unlock(
-    model: str | None,
-    device: str | None,
-    replica: str | None,
-    worker: str | None,
-    as_json: bool,
-    nats_url: str,
-    pool_name: str,
-) -> None:
+@on_pool
+def unlock(pool: Pool, model: str | None, device: str | None, replica: str | None, worker: str | None) -> None:
     """Give a locked model, device or replica back to the scheduler, or a drained device or worker back to work.
 
     \b
@@ -91,8 +63,8 @@ def unlock(
     carpool unlock --worker gpu-host-1
     """
     name, argument = _one_of(model=model, device=device, replica=replica, worker=worker)
-    result = _ask("unlock", argument, nats_url, pool_name)
-    _print(result, as_json, lambda: f"{name}: unlocked" if result["changed"] else f"{name}: was neither locked nor drained")
+    result = pool.ask("unlock", **argument)
+    pool.tell(result, lambda: f"{name}: unlocked" if result["changed"] else f"{name}: was neither locked nor drained")
 
 
 def _a_number(_context: click.Context, _parameter: click.Parameter, value: float | None) -> float | None:
@@ -112,18 +84,8 @@ def _a_number(_context: click.Context, _parameter: click.Parameter, value: float
     callback=_a_number,
     help="Seconds that running requests may take to finish; then they go on elsewhere. Default: the scheduler's.",
 )
-@json_option
-@nats_option
-@pool_name_option
-def drain(
-    worker: str | None,
-    device: str | None,
-    replica: str | None,
-    bound_s: float | None,
-    as_json: bool,
-    nats_url: str,
-    pool_name: str,
-) -> None:
+@on_pool
+def drain(pool: Pool, worker: str | None, device: str | None, replica: str | None, bound_s: float | None) -> None:
     """Empty a worker, a device or a replica: no new requests, running ones finish within the bound, then it is unloaded.
 
     Nothing is placed on a drained worker or device until `carpool unlock`. A drain wins over locks and pins.
@@ -134,11 +96,10 @@ def drain(
     carpool drain --replica smollm2-3-1-5be0cd19c1 --bound-s 0
     """
     name, argument = _one_of(worker=worker, device=device, replica=replica)
-    result = _ask("drain", {**argument, "bound_s": bound_s}, nats_url, pool_name)
+    result = pool.ask("drain", **argument, bound_s=bound_s)
     count, running = result["replicas"], result["running"]
-    _print(
+    pool.tell(
         result,
-        as_json,
         lambda: (
             f"{name}: draining, {count} replica{'' if count == 1 else 's'} with {running} running "
             f"request{'' if running == 1 else 's'}"
@@ -149,10 +110,8 @@ def drain(
 @click.command(short_help="Say how far the scheduler may go with a model.")
 @click.argument("model")
 @click.argument("mode", type=click.Choice(MODES))
-@json_option
-@nats_option
-@pool_name_option
-def mode(model: str, mode: str, as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def mode(pool: Pool, model: str, mode: str) -> None:
     """Say how far the scheduler's policy may go with a model: observe, advise or act.
 
     In `advise` what it would do and why appears as `advice` in `carpool get timeline`. Requests wake the model in every
@@ -162,16 +121,14 @@ def mode(model: str, mode: str, as_json: bool, nats_url: str, pool_name: str) ->
     carpool mode smollm2 advise
     carpool mode smollm2 act
     """
-    result = _ask("mode", {"model": model, "mode": mode}, nats_url, pool_name)
-    _print(result, as_json, lambda: f"{result['model']}: mode {result['mode']}")
+    result = pool.ask("mode", model=model, mode=mode)
+    pool.tell(result, lambda: f"{result['model']}: mode {result['mode']}")
 
 
 @click.command(short_help="Tell why a model, a scale action or a request is where it is.")
 @click.argument("what")
-@json_option
-@nats_option
-@pool_name_option
-def explain(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def explain(pool: Pool, what: str) -> None:
     """Tell why. For a model: what it has, what was decided and why, what it waits for and what would change it. For a scale
     action (by its name or an operation's id): its steps with times. For a request id: its waits, replicas and attempts.
 
@@ -181,8 +138,8 @@ def explain(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
     carpool explain op-3-41
     carpool explain gateway-5be0cd19c1-17
     """
-    result = _ask("explain", {"what": what}, nats_url, pool_name)
-    _print(result, as_json, lambda: "\n".join(_told(result)))
+    result = pool.ask("explain", what=what)
+    pool.tell(result, lambda: "\n".join(_told(result)))
 
 
 # ------------------------------------------------------------------------------------------------------------ for people
@@ -203,6 +160,7 @@ def _model(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['model']}: {result['state']}, class {result['sla_class']}, {limits}, mode {result['mode']}",
         f"  needs      {result['needs']}",
+        f"  deployment {result.get('deployment', '-')}",
         f"  demand     {result['waiting']} waiting (oldest {result['oldest_wait_s']:.1f} s), {result['running']} running"
         + (f", a newcomer waits about {result['estimated_wait_s']:.0f} s" if result["estimated_wait_s"] else ""),
     ]
@@ -212,10 +170,10 @@ def _model(result: dict[str, Any]) -> list[str]:
             f"  replica    {replica['replica']} on {replica['where']}: {replica['state']} for {replica['state_s']:.0f} s, "
             f"{replica['running']} of {replica['slots']} running{held}"
         )
-    for title, key in (("why", "why"), ("waits for", "waits_for"), ("changes by", "would_change")):
-        lines += [f"  {title if not number else '':<10} {line}" for number, line in enumerate(result[key])]
+    for title, key in (("why", "why"), ("costs", "costs"), ("waits for", "waits_for"), ("changes by", "would_change")):
+        lines += [f"  {title if not number else '':<10} {line}" for number, line in enumerate(result.get(key, ()))]
     for number, entry in enumerate(result["actions"]):
-        told = f"{_clock(entry['at_unix_s'])} {entry['action']} on {entry['device']}: {entry['reason']}"
+        told = f"{clock(entry['at_unix_s'])} {entry['action']} on {entry['device']}: {entry['reason']}"
         outcome = f" ({entry['outcome']}, {entry['took_s']:.1f} s)" if entry["outcome"] else " (under way)"
         lines.append(f"  {'actions' if not number else '':<10} {told}{outcome}")
     for number, one in enumerate(result["transactions"]):
@@ -230,7 +188,7 @@ def _transaction(result: dict[str, Any]) -> list[str]:
     took = f" after {result['took_s']:.2f} s" if result["took_s"] is not None else ""
     lines = [
         f"{result['transaction']}: {result['kind']} {result['model']} on {result['where']}, {result['outcome']}{took}",
-        f"  begun      {_clock(result['begun_unix_s'])}",
+        f"  begun      {clock(result['begun_unix_s'])}",
         f"  why        {result['reason']}",
     ]
     for step in result["steps"]:
@@ -245,7 +203,7 @@ def _request(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['request']}: {result['state']}{end}{code} after {result['age_s']:.2f} s",
         f"  model      {result['model']}, class {result['sla_class']}, lane {result['lane']}",
-        f"  arrived    {_clock(result['arrived_unix_s'])}",
+        f"  arrived    {clock(result['arrived_unix_s'])}",
         f"  tokens     {result['input_tokens']} in, {result['expected_output_tokens']} expected out"
         + (f", {result['output_tokens']} out" if result["output_tokens"] is not None else ""),
     ]
@@ -263,9 +221,3 @@ def _request(result: dict[str, Any]) -> list[str]:
         lines.append(f"  its model  {result['model']} is {result['model_state']}")
         lines += [f"  {'' if number else 'waits for':<10} {line}" for number, line in enumerate(result["waits_for"])]
     return lines
-
-
-def _clock(unix_s: float) -> str:
-    import time
-
-    return time.strftime("%H:%M:%S", time.localtime(unix_s))

@@ -160,8 +160,12 @@ def _table(
     from ops.simulator.suite import plan, process_count, run_suite, scalars
     from subjects.errors import ConfigError
 
-    if html is not None and not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: its directory is not there; make it, or give another path")
+    if html is not None:
+        from ops.simulator.report import check_plotly
+
+        check_plotly()
+        if not html.absolute().parent.is_dir():
+            raise ConfigError(f"--html {html}: its directory is not there; make it, or give another path")
     planned = plan(cases, policies, seed, ablations=ablations, plots=html is not None)
     if len(planned) > 1:
         hint = "; the oracle takes most of the time, --policy chooses" if any(p.policy == "oracle" for p in planned) else ""

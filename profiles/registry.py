@@ -1,4 +1,5 @@
-"""The registry in SQLite (PRO-2): the scheduler's own copy of the ``carpool-models`` bucket, and of people's locks.
+"""The registry in SQLite (PRO-2): the scheduler's own copy of the ``carpool-models`` bucket, of people's locks, and
+of measured costs.
 
 The columns are for people and reports; the truth is the MessagePack record beside them. Every ``put`` and ``delete`` is on
 disk when it returns, so a kill at any moment leaves either the state before or the state after.
@@ -13,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from profiles.deployment import decode_record
 from subjects.codec import decode, encode
 from subjects.errors import ConfigError, DecodeError
 from subjects.ids import ModelHash
-from subjects.messages import ModelRecord, Overrides
+from subjects.messages import KeptCosts, ModelRecord, Overrides
 
 SCHEMA_VERSION = 1
 _BUSY_TIMEOUT_S = 5.0
@@ -42,6 +44,10 @@ CREATE TABLE IF NOT EXISTS overrides (
     one       INTEGER PRIMARY KEY CHECK (one = 1),
     revision  INTEGER NOT NULL,
     entries   BLOB NOT NULL
+) STRICT;
+CREATE TABLE IF NOT EXISTS costs (
+    key   TEXT PRIMARY KEY,
+    kept  BLOB NOT NULL
 ) STRICT;
 """
 
@@ -144,6 +150,18 @@ class Registry:
                 return decode(data, Overrides)
         return Overrides()
 
+    def put_costs(self, key: str, kept: KeptCosts) -> None:
+        """Keeps a measurement in place of an earlier one of this key."""
+        self._execute("INSERT OR REPLACE INTO costs VALUES (?, ?)", (key, encode(kept)))
+
+    def costs(self) -> Sequence[KeptCosts]:
+        """All measurements that this version can read, in order of their keys."""
+        kept: list[KeptCosts] = []
+        for (data,) in self._execute("SELECT kept FROM costs ORDER BY key", ()):
+            with suppress(DecodeError):
+                kept.append(decode(data, KeptCosts))
+        return kept
+
     def close(self) -> None:
         """Closes the file; calling again does nothing."""
         with self._lock:
@@ -154,7 +172,7 @@ class Registry:
         records: list[ModelRecord] = []
         for (data,) in self._execute(query, values):
             try:
-                records.append(decode(data, ModelRecord))
+                records.append(decode_record(data))
             except DecodeError:
                 continue
         return tuple(records)

@@ -5,7 +5,7 @@ Contract of the folder:
 - ``ids`` names things, ``names`` is the only place that writes a subject, stream, bucket or consumer name, ``messages`` the
   only place that defines what crosses a process boundary, ``codec`` the only way to and from bytes, ``errors`` the one tree.
 - ``bus`` is the protocol, ``nats/`` its form on a NATS server. Nothing else in the project imports nats-py.
-- ``client`` is the SDK for users: ``CrossModelScheduler`` and ``AsyncCrossModelScheduler``.
+- ``client`` is the SDK for users, who know it as ``carpool``: ``CrossModelScheduler`` and ``AsyncCrossModelScheduler``.
 - Imports nothing of ours from outside this folder, and nothing heavy at import time beyond msgspec.
 - Wire format: MessagePack maps, frozen by golden bytes. A new field has a default; a field is never renamed or reused.
 

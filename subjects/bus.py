@@ -1,9 +1,8 @@
-"""The bus as the rest of Carpool sees it: a small protocol with two forms that pass the same contract tests.
+"""The bus as the rest of Carpool sees it: a small protocol, and what its users may count on.
 
-:class:`subjects.nats.bus.NatsBus` talks to a NATS server with JetStream; :class:`subjects.memory_bus.MemoryBus` runs inside
-one process on any clock. Both behave as a NATS 2.15 server was measured to: a plain nak is redelivered at once, an expired
-pull returns its credits, a repeated message id is swallowed for two minutes even after the first was acked, memory streams
-and their consumers are gone after a restart of the server.
+:class:`subjects.nats.bus.NatsBus` is its form, on a server with JetStream. It behaves as a NATS 2.15 server was measured to
+(``tests/contract``): a plain nak is redelivered at once, an expired pull returns its credits, a repeated message id is
+swallowed for two minutes even after the first was acked, memory streams and their consumers are gone after a restart.
 
 Handlers are plain functions called on the event loop; they must not block. A handler that raises is logged and counted.
 """

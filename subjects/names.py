@@ -26,6 +26,7 @@ MODELS_BUCKET = "carpool-models"
 POOL_BUCKET = "carpool-pool"
 LEADER_BUCKET = "carpool-leader"
 LOCKS_BUCKET = "carpool-locks"
+COSTS_BUCKET = "carpool-costs"
 
 
 def _token(text: str) -> str:
@@ -153,8 +154,3 @@ def kv_index(worker: WorkerId) -> str:
 def kv_ask(worker: WorkerId) -> str:
     """Where a worker's node answers ``KvAsk``: what it has of a chain, and where to fetch it."""
     return f"{PREFIX}.kv.ask.{_token(worker)}"
-
-
-def traffic(ingress: IngressId) -> str:
-    """Recorded request profiles."""
-    return f"{PREFIX}.traffic.{_token(ingress)}"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("subjects", "profiles", "kvcache", "broker", "workers", "ops")
+PACKAGES = ("carpool", "subjects", "profiles", "kvcache", "broker", "workers", "ops")
 
 
 def _sources() -> list[Path]:

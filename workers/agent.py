@@ -9,6 +9,7 @@ published is dropped, and a snapshot follows when the bus is back.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,7 +20,7 @@ import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -34,6 +35,7 @@ from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId, incarnated,
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
+    CostsMeasured,
     DeviceKind,
     EngineType,
     EvictKv,
@@ -144,6 +146,12 @@ def installed_engines() -> tuple[EngineType, ...]:
     return (*vllm, EngineType.OPENAI_HTTP, EngineType.SIMULATED)
 
 
+def engine_versions(engines: Sequence[EngineType]) -> dict[str, str]:
+    """The version of vLLM where it is here, under whatever name it was packaged: other versions take other times."""
+    packages = importlib.metadata.packages_distributions().get("vllm") if EngineType.VLLM in engines else None
+    return {EngineType.VLLM.value: importlib.metadata.version(packages[0])} if packages else {}
+
+
 async def run_agent(config: AgentConfig) -> int:
     """Runs an agent until it is told to end (SIGTERM, SIGINT); returns the exit code of the process.
 
@@ -251,12 +259,17 @@ class Agent:
         self._bus = bus
         self._state = state
         engines = config.engines or installed_engines()
+        self._threads = config.threads or len(os.sched_getaffinity(0))
         self._core = AgentCore(
             AgentSettings(
                 worker=worker,
                 host=platform.node(),
-                devices=config.devices,
+                devices=tuple(
+                    replace(device, threads=self._threads) if device.kind is DeviceKind.CPU else device
+                    for device in config.devices
+                ),
                 engines=engines,
+                engine_versions=engine_versions(engines),
                 resizing=tuple(engine for engine in engines if engine is EngineType.SIMULATED),
                 kv=config.kv is not None,
             )
@@ -264,7 +277,6 @@ class Agent:
         self._kinds = {device.device: device.kind for device in config.devices}
         self._forks = EngineType.VLLM in engines and DeviceKind.CPU in self._kinds.values()
         self._template = _TemplateKeeper(lambda pid: state.record(ReplicaId(f"template-{worker}"), pid))
-        self._threads = config.threads or len(os.sched_getaffinity(0))
         self._loop = asyncio.get_running_loop()
         self._children: dict[ReplicaId, _Child] = {}
         self._forwarder = Forwarder()
@@ -464,6 +476,7 @@ class Agent:
             threads=self._threads,
             turns_directory=self._turns_directory(command.device),
             kv_socket=self._kv.socket_path if self._kv is not None and record.kv_reuse else "",
+            measure=command.measure,
         )
         ours, theirs = control_pair()
         stderr = StderrTail(self._loop, self._forwarder.forward)
@@ -559,6 +572,8 @@ def _log_event(event: WorkerEvent) -> None:
         case OperationEnded():
             emit = log.warning if event.failure else log.info
             emit("operation ended", operation=event.operation, replica=event.replica, failure=event.failure)
+        case CostsMeasured():
+            log.info("costs measured", replica=event.replica, points=len(event.points), whole=event.whole)
         case ReplicaDied():
             log.warning("replica died", replica=event.replica, detail=event.detail)
         case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from subjects.messages import ReplicaState
+from subjects.messages import CostPoint, ReplicaState, StepSums
 from workers.engines.base import EngineInfo
 from workers.spec import ReplicaSpec
 
@@ -98,6 +98,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     preemptions: int = 0
     step_s: float = 0.0
     hit_ratio: float | None = None
+    sums: StepSums | None = None
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
@@ -115,10 +116,17 @@ class Changed(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
     """Of the whole replica, after it."""
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """What steps took when nothing else ran here; ``whole``: there is no more to measure."""
+
+    points: tuple[CostPoint, ...]
+    whole: bool = False
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The engine failed, in one line a person can act on; the process exits after this."""
 
     detail: str
 
 
-ToAgent = Pong | Progress | Ready | Load | Drained | Changed | Failed
+ToAgent = Pong | Progress | Ready | Load | Drained | Changed | Measured | Failed

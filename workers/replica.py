@@ -29,10 +29,11 @@ from subjects import names
 from subjects.bus import Bus, BusMessage, Puller, QueuedTicket
 from subjects.codec import decode, encode
 from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, EngineError, NoResponders, place_of
-from subjects.ids import model_key
+from subjects.ids import DeploymentKey, model_key
 from subjects.messages import (
     Back,
     ClaimReply,
+    CostPoint,
     Delta,
     EngineType,
     Hand,
@@ -57,6 +58,7 @@ from workers.control_messages import (
     EmptyPrefixes,
     Failed,
     Load,
+    Measured,
     Ping,
     Pong,
     Progress,
@@ -102,6 +104,7 @@ from workers.core.replica_events import (
 )
 from workers.engines.base import TEST_ENVIRONMENTS, Engine, EngineInfo, EngineRequest
 from workers.engines.factory import make_engine
+from workers.measuring import Prober
 from workers.spec import ReplicaSpec
 
 log = structlog.get_logger(__name__)
@@ -117,6 +120,12 @@ ROUND_TRIP_TIMEOUT_S = 1.0
 REPORT_EVERY_S = 0.2
 """How often the load may be reported when it changed."""
 REPORT_AT_LEAST_EVERY_S = 1.0
+MEASURE_SHARE = 0.1
+"""Of the time that a load took so far, what measuring may add to it (PRO-4)."""
+MEASURE_IDLE_S = 0.25
+"""Nothing has run for so long when a point is begun."""
+MEASURE_AGAIN_S = 5.0
+"""When all is measured and the scheduler does not know yet."""
 STEPS_EVERY_S = 0.001
 """How often what the engine gives is sent at most. No model on an accelerator makes a step in less."""
 GC_THRESHOLDS = (10_000, 20, 50)
@@ -183,6 +192,8 @@ class Replica:
 
     def __init__(self, spec: ReplicaSpec, control: ControlStream[ToReplica]) -> None:
         self._spec = spec
+        # Of a scheduler that places by the model hash: then so does whoever queues for it.
+        self._deployment = spec.record.deployment or DeploymentKey(spec.record.model_hash)
         self._control = control
         self._core = ReplicaCore(spec.replica)
         self._engine: Engine | None = None
@@ -196,7 +207,13 @@ class Replica:
         self._pullers: dict[tuple[SlaClass, Lane], Puller] = {}
         self._pool = PoolChanged(weights={})
         self._load = ReportLoad(running=0, slots=0, kv_pages_free=0)
-        self._idle_since_s = time.monotonic()
+        self._idle_since_s = self._began_s = time.monotonic()
+        self._prober: Prober | None = None
+        self._measure_max = 0
+        """The largest batch to measure in idle moments; 0: nothing is to be measured."""
+        self._measure_again = False
+        """Whether it became another batch, so that the points are to be taken from the first one on."""
+        self._measuring: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._stopping = asyncio.Event()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -240,6 +257,13 @@ class Replica:
         info = await self._engine.start()
         self._control.send(Progress(state=ReplicaState.WARMING, progress=0.9))
         await self._engine.warm(record.warmup_tokens)
+        self._prober = Prober(self._engine, info, record.task)
+        self._tasks.spawn(self._run_engine())
+        if self._spec.measure:
+            budget_s = MEASURE_SHARE * (time.monotonic() - self._began_s)
+            points = await self._prober.first(budget_s)
+            if points:
+                self._control.send(Measured(points=tuple(points)))
         return info
 
     async def _connect(self) -> Bus:
@@ -258,7 +282,7 @@ class Replica:
                 await asyncio.sleep(CONNECT_RETRY_S)
 
     async def _open(self, bus: Bus, info: EngineInfo) -> None:
-        self._tasks.spawn(self._run_engine(), self._make_round_trips(bus), self._report())
+        self._tasks.spawn(self._make_round_trips(bus), self._report())
         bus.on_reconnected(lambda: self._feed(BusReconnected()))
         await bus.subscribe(names.run(self._spec.replica), self._handed)
         await bus.subscribe(names.back(self._spec.replica), self._told)
@@ -298,6 +322,8 @@ class Replica:
         self._end(0)
 
     async def _close(self) -> None:
+        if self._measuring is not None:
+            self._measuring.cancel()
         for timer in (self._timer, self._fresh_timer):
             if timer is not None:
                 timer.cancel()
@@ -348,6 +374,8 @@ class Replica:
             case AckTicket(token=acknowledges):
                 self._tasks.spawn(self._acknowledge(bus, acknowledges))
             case StartRequest(grant, profile):
+                if self._prober is not None:
+                    self._prober.abandon()
                 engine.add(
                     EngineRequest(
                         request=grant.request,
@@ -355,11 +383,11 @@ class Replica:
                         endpoint=grant.endpoint,
                         body=grant.body,
                         kv_pages_needed=profile.kv_pages_needed,
-                        prompt_token_ids=grant.prompt_token_ids,
                         sent_token_ids=grant.sent_token_ids,
                         cache_salt=grant.cache_salt,
                         max_tokens=grant.max_tokens or profile.max_tokens,
                         adapter=grant.adapter,
+                        options=grant.options,
                         tenant=profile.tenant,
                         sla_class=profile.sla_class,
                         chain_id=profile.chain_id,
@@ -405,7 +433,7 @@ class Replica:
             puller = self._pullers.get((sla_class, lane))
             if puller is None:
                 opened = await bus.open_puller(
-                    model_key(self._spec.record.model_hash),
+                    model_key(self._deployment),
                     sla_class,
                     lane,
                     on_ticket=lambda queued: self._pulled(sla_class, lane, queued),
@@ -458,10 +486,12 @@ class Replica:
         if self._spec.replica in digest.dead:
             self._do(ExitReplica())
             return
-        closed = any(one.replica == self._spec.replica and one.weight <= 0.0 for one in digest.replicas)
+        mine = next((one for one in digest.replicas if one.replica == self._spec.replica), None)
+        closed = mine is not None and mine.weight <= 0.0
+        self._measure(mine.measure if mine is not None and mine.state is ReplicaState.READY else 0)
         pool = PoolChanged(weights={}, closed=closed)
         for model in digest.models:
-            if model.model_hash == self._spec.record.model_hash:
+            if model.deployment == self._deployment:
                 weights = {kind: model.class_weights[kind.value] for kind in SlaClass if kind.value in model.class_weights}
                 pool = PoolChanged(weights=weights, waiting=model.waiting_queues, closed=closed)
         if pool != self._pool:
@@ -497,6 +527,10 @@ class Replica:
     def _stepped(self, deltas: Sequence[Delta]) -> None:
         """What an engine gives goes on at once, unless it steps so fast that sending each step would cost more than making
         it: then several steps share one message. First tokens and ends do not wait for that."""
+        if self._prober is not None:
+            deltas = self._prober.hear(deltas)
+            if not deltas:
+                return
         self._fresh.extend(deltas)
         wait_s = self._fed_s + STEPS_EVERY_S - time.monotonic()
         if wait_s <= 0 or any(delta.end or not delta.first_token_index for delta in deltas):
@@ -512,10 +546,48 @@ class Replica:
         self._fed_s = time.monotonic()
         self._feed(EngineStepped(deltas=tuple(fresh)))
 
+    # ---- measuring
+
+    def _measure(self, batch_max: int) -> None:
+        """From now on idle moments are used to measure batches of up to so many; 0: no longer."""
+        self._measure_again = self._measure_again or batch_max != self._measure_max
+        self._measure_max = batch_max
+        if not batch_max and self._prober is not None:
+            self._prober.abandon()
+        elif batch_max and self._measuring is None:
+            self._measuring = asyncio.get_running_loop().create_task(self._measure_when_idle())
+            self._measuring.add_done_callback(self._measured)
+
+    def _measured(self, task: asyncio.Task[None]) -> None:
+        self._measuring = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("costs were not measured", error=place_of(error))
+            self._measure_max = 0
+
+    async def _measure_when_idle(self) -> None:
+        prober = self._prober
+        assert prober is not None
+        while self._measure_max:
+            self._measure_again = False
+            for batch, tokens in prober.grid(self._measure_max):
+                points: list[CostPoint] = []
+                while not points and self._measure_max and not self._measure_again:
+                    await asyncio.sleep(MEASURE_IDLE_S)
+                    idle_s = time.monotonic() - self._idle_since_s
+                    if not (self._core.held or self._load.running) and idle_s >= MEASURE_IDLE_S:
+                        points = await prober.point(batch, tokens)
+                if points:
+                    self._control.send(Measured(points=tuple(points)))
+            if self._measure_max and not self._measure_again:
+                self._control.send(Measured(points=(), whole=True))
+                await asyncio.sleep(MEASURE_AGAIN_S)
+
     # ---- the agent
 
     async def _hear_agent(self) -> None:
         while (message := await self._control.receive()) is not None:
+            if isinstance(message, Drain | Resize | Sleep | EmptyPrefixes):
+                self._measure(0)  # until the next digest
             match message:
                 case Ping(number=number):
                     self._control.send(Pong(number=number))
@@ -601,6 +673,7 @@ class Replica:
                         preemptions=engines.preemptions,
                         step_s=engines.step_s,
                         hit_ratio=engines.hit_ratio,
+                        sums=engines.sums,
                     )
                 )
             await asyncio.sleep(REPORT_EVERY_S)

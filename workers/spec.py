@@ -28,3 +28,5 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where engines that share a device take turns (``workers.turns``); empty: each steps when it likes."""
     kv_socket: str = ""
     """Where the worker's KV node listens (``kvcache.wire.client``); empty: KV stays in the engine."""
+    measure: bool = False
+    """Measure what steps take before it serves, in a tenth of the load's time."""

@@ -44,6 +44,8 @@ class DigestBuilder:
         self._published_s: float | None = None
         self._weights: dict[ReplicaId, float] = {}
         self._told: dict[ReplicaId, PoolReplica] = {}
+        self.measures: dict[ReplicaId, int] = {}
+        """Who should measure costs in idle moments, and up to which batch."""
         self.latest: PoolDigest | None = None
 
     def restore(self, digest: PoolDigest) -> None:
@@ -129,14 +131,15 @@ class DigestBuilder:
         demand = self._pool.demand(now_s)
         models = tuple(
             PoolModel(
+                deployment=record.deployment,
                 model_hash=record.model_hash,
                 name=name,
                 estimated_wait_s=round(outlook.estimated_wait_s, 1),
                 refusal=outlook.refusal,
                 retry_after_s=outlook.retry_after_s,
                 permanent=outlook.permanent,
-                class_weights=self._fairness.weights(record.model_hash),
-                waiting_queues=_in_order(demand[record.model_hash].queues) if record.model_hash in demand else (),
+                class_weights=self._fairness.weights(record.deployment),
+                waiting_queues=_in_order(demand[record.deployment].queues) if record.deployment in demand else (),
                 kv=self._pool.kv.of(record.kv_signature),
             )
             for name, (record, outlook) in outlooks.items()
@@ -159,16 +162,20 @@ class DigestBuilder:
         state = self._state(report.replica, report.state)
         suspect = self._pool.workers[replica.worker].presence is Presence.SUSPECT
         weight = self._weights.get(report.replica, 1.0)
+        measure = self.measures.get(report.replica, 0)
         row = known.get(report.replica)
-        if row is None or row.state is not state or row.suspect is not suspect or row.weight != weight:
+        told = (row.state, row.suspect, row.weight, row.measure) if row is not None else None
+        if row is None or told != (state, suspect, weight, measure):
             row = PoolReplica(
                 replica=report.replica,
+                deployment=report.deployment,
                 model_hash=report.model_hash,
                 worker=replica.worker,
                 device=report.device,
                 state=state,
                 suspect=suspect,
                 weight=weight,
+                measure=measure,
             )
         self._told[report.replica] = row
         return row

@@ -53,11 +53,11 @@ class RecentRequests:
                 RequestAttempt(attempt=attempt, replica=replica, waited_s=round(waited_s, 3), prefix_tokens=prefix_tokens)
             )
 
-    def restarted(self, request: RequestId) -> None:
-        """It waits again."""
+    def restarted(self, request: RequestId, *, begun: bool = True) -> None:
+        """It waits again; ``begun``: its replica had it, and it was not just handed over in vain."""
         known = self._live.get(request)
         if known is not None and known.attempts:
-            known.attempts[-1] = msgspec.structs.replace(known.attempts[-1], lost=True)
+            known.attempts[-1] = msgspec.structs.replace(known.attempts[-1], lost=True, begun=begun)
             known.running = False
 
     def first_output(self, request: RequestId, now_s: float) -> None:

@@ -1,36 +1,37 @@
 """The verbs of ``ctl.<verb>``: what a person may ask of the scheduler and tell it.
 
-Results are rows of plain values for tables and JSON. Columns that end in ``_bytes``, ``_s`` carry their unit.
+An explanation is of a model by its name or alias or an adapter's, a transaction, one of its operations, a replica, or a
+request, in this order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import msgspec
 import structlog
 
-from broker.core.explain import explain_model, explain_transaction
 from broker.core.pool.describe import model_state
 from broker.core.pool.journal import TransactionLog
 from broker.core.pool.state import Demand, Device, Presence
 from broker.core.scheduler import SchedulerCore
+from broker.scheduler.explain import explain_model, explain_transaction
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
+from broker.scheduler.twu import DeviceTwu
+from broker.scheduler.verbs import Apply, OfModel, ProfileOf, Row, Verbs, What, asked
+from profiles.deployment import sharers, with_deployment
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
 from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout, place_of
 from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
-from subjects.messages import ControlReply, ControlRequest, Mode, ModelRecord, PoolModel, RequestStory
+from subjects.messages import ControlReply, ControlRequest, EngineType, Mode, ModelRecord, PoolModel, RequestStory
 
 ASK_GATEWAY_S_MAX = 2.0
 
 log = structlog.get_logger(__name__)
-
-Row = dict[str, Any]
 
 
 class Control:
@@ -44,10 +45,12 @@ class Control:
         people: People,
         kv: KvControl,
         transactions: TransactionLog,
+        twu: DeviceTwu,
         *,
         now_s: Callable[[], float],
         unix_offset_s: Callable[[], float],
         unload: Callable[[str], None],
+        profile: Callable[[ModelRecord, float, int], None],
     ) -> None:
         self._bus = bus
         self._core = core
@@ -55,29 +58,29 @@ class Control:
         self._people = people
         self._kv = kv
         self._transactions = transactions
+        self._twu = twu
         self._now_s = now_s
         self._unix_offset_s = unix_offset_s
         self._unload = unload
-        self._verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {
-            "apply": self._apply,
-            "get": self._get,
-            "unload": self._unload_model,
-            "delete": self._delete,
-            "explain": self._explain,
+        self._profile_asked = profile
+        self._verbs: Verbs = {
+            "apply": (Apply, self._apply),
+            "get": (What, self._get),
+            "unload": (OfModel, self._unload_model),
+            "delete": (OfModel, self._delete),
+            "explain": (What, self._explain),
+            "profile": (ProfileOf, self._profile),
             **people.verbs,
             **kv.verbs,
         }
 
     async def answer(self, verb: str, payload: ControlRequest) -> ControlReply:
         """The reply to one request; every mistake of the asker is an error with its remedy."""
-        handler = self._verbs.get(verb)
-        if handler is None:
+        if verb not in self._verbs:
             return ControlReply(error=f"unknown verb {verb!r}: use {', '.join(sorted(self._verbs))}")
         try:
-            argument = msgspec.json.decode(payload.argument)
-            if not isinstance(argument, dict):
-                raise ConfigError("the argument must be a JSON object")
-            return ControlReply(result=msgspec.json.encode(await handler(argument)))
+            kind, handler = self._verbs[verb]
+            return ControlReply(result=msgspec.json.encode(await handler(asked(kind, payload.argument))))
         except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             return ControlReply(error=f"{verb}: {error}")
         except BusError as error:
@@ -88,8 +91,8 @@ class Control:
 
     # ------------------------------------------------------------------------------------------------------------- verbs
 
-    async def _apply(self, argument: Row) -> list[Row]:
-        records = msgspec.convert(argument.get("records"), list[ModelRecord])
+    async def _apply(self, argument: Apply) -> list[Row]:
+        records = [with_deployment(record) for record in argument.records]
         rows: list[Row] = []
         for record in records:
             known = self._registry.records.get(record.name)
@@ -101,8 +104,10 @@ class Control:
         return rows
 
     def _name_notes(self, record: ModelRecord) -> Iterator[str]:
-        """What a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
+        """Whose replicas it shares, and what a name in it does not do: gateways decide by that order (``ModelTable``)."""
         known = self._registry.records
+        if shared := sharers(record, known.values()):
+            yield f"shares replicas with {', '.join(shared)}"
         fallback = record.fallback
         if fallback and fallback not in self._names() and adapter_base(known, fallback) is None:
             yield f"its fallback {fallback!r} is not applied"
@@ -114,30 +119,26 @@ class Control:
     def _names(self) -> set[str]:
         return {name for record in self._registry.records.values() for name in (record.name, *record.aliases)}
 
-    async def _unload_model(self, argument: Row) -> Row:
-        record = self._people.model(argument)
-        replicas = [r for r in self._core.pool.replicas_for(record.model_hash) if not r.dead]
+    async def _unload_model(self, argument: OfModel) -> Row:
+        record = self._people.model(argument.model)
+        replicas = [r for r in self._core.pool.replicas_for(record.deployment) if not r.dead]
         self._unload(record.name)
         return {"name": record.name, "replicas": len(replicas)}
 
-    async def _delete(self, argument: Row) -> Row:
-        record = self._people.model(argument)
+    async def _delete(self, argument: OfModel) -> Row:
+        record = self._people.model(argument.model)
         await self._registry.delete(record.name)
         await self._people.forget_model(record.name)
         return {"name": record.name, "deleted": True}
 
-    async def _explain(self, argument: Row) -> Row:
-        """A model by its name or alias or an adapter's, a transaction, one of its operations, a replica, or a request, in
-        this order."""
-        what = argument.get("what")
-        if not isinstance(what, str) or not what:
-            raise ConfigError("what: give a model, a transaction or operation, a replica, or a request id")
+    async def _explain(self, argument: What) -> Row:
+        what = argument.what
         now_s = self._now_s()
         unix_s = now_s + self._unix_offset_s()
         if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
             what = base.name
         if what in self._names():
-            record = self._people.model({"model": what})
+            record = self._people.model(what)
             explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
             return {"explains": "model", **msgspec.to_builtins(explained)}
         transaction = self._transactions.find(what)
@@ -145,7 +146,7 @@ class Control:
             steps = explain_transaction(self._core, transaction, now_s, unix_s)
             return {"explains": "transaction", **msgspec.to_builtins(steps)}
         replica = self._core.pool.replicas.get(ReplicaId(what))
-        if replica is not None and (of := self._core.catalogue.of_hash(replica.report.model_hash)) is not None:
+        if replica is not None and (of := self._core.catalogue.of_deployment(replica.report.deployment)) is not None:
             explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
             return {"explains": "model", **msgspec.to_builtins(explained)}
         story = await self._story(what)
@@ -154,6 +155,18 @@ class Control:
             about = explain_model(self._core, self._transactions, waits, now_s, unix_s)
             told["model_state"], told["waits_for"] = about.state, [*about.waits_for, *about.why]
         return told
+
+    async def _profile(self, argument: ProfileOf) -> Row:
+        """Wants whole curves of a model for the next few seconds, so that one who asks no more leaves nothing behind."""
+        record = self._people.model(argument.model)
+        if record.engine_type is not EngineType.VLLM:
+            raise ConfigError(
+                f"model: {record.name} runs on {record.engine_type.value}, which takes no time of a device here"
+            )
+        if argument.for_s and not self._core.pool.open_replicas(record.deployment):
+            raise ConfigError(f"model: no replica of {record.name} is ready: send it a request first, then run this again")
+        self._profile_asked(record, argument.for_s, argument.batch_max)
+        return {"model": record.name, "rows": self._costs_of(record)}
 
     async def _story(self, request: str) -> RequestStory:
         """What the gateway in the request's id knows of it."""
@@ -175,7 +188,7 @@ class Control:
             raise ConfigError(f"what: the gateway {ingress!r} does not know {RequestId(request)!r} (any more)")
         return story
 
-    async def _get(self, argument: Row) -> list[Row]:
+    async def _get(self, argument: What) -> list[Row]:
         views = {
             "models": self._models,
             "replicas": self._replicas,
@@ -185,11 +198,11 @@ class Control:
             "locks": self._people.rows,
             "events": self._people.events,
             "kv": self._kv.rows,
+            "costs": self._costs,
         }
-        what = argument.get("what")
-        if what not in views:
-            raise ConfigError(f"what: {what!r} is not one of {', '.join(views)}")
-        return views[what]()
+        if argument.what not in views:
+            raise ConfigError(f"what: {argument.what!r} is not one of {', '.join(views)}")
+        return views[argument.what]()
 
     # ------------------------------------------------------------------------------------------------------------- views
 
@@ -198,19 +211,20 @@ class Control:
         demand = core.pool.demand(now_s)
         rows = []
         for record in core.catalogue.by_name():
-            replicas = [r for r in core.pool.replicas_for(record.model_hash) if not r.dead]
+            replicas = [r for r in core.pool.replicas_for(record.deployment) if not r.dead]
             states = {r.report.state for r in replicas}
             told = self._told(record)
-            asked = demand.get(record.model_hash, Demand())
+            asked = demand.get(record.deployment, Demand())
             rows.append(
                 {
                     "name": record.name,
                     "state": model_state(states, refused=bool(told.refusal)),
-                    "replicas": len(core.pool.open_replicas(record.model_hash)),
+                    "replicas": len(core.pool.open_replicas(record.deployment)),
                     "class": record.sla_class.value,
                     "waiting": asked.waiting,
                     "running": asked.running,
                     "budget_bytes": record.budget_bytes,
+                    "deployment": record.deployment[:16],
                     "note": self._note(record),
                 }
             )
@@ -218,9 +232,9 @@ class Control:
 
     def _note(self, record: ModelRecord) -> str:
         catalogue = self._core.catalogue
-        mode = catalogue.mode(record.model_hash)
+        mode = catalogue.mode(record.deployment)
         notes = [
-            "locked" if catalogue.locked(record.model_hash) else "",
+            "locked" if catalogue.locked(record.deployment) else "",
             f"mode {mode.value}" if mode is not Mode.ACT else "",
             "pinned" if catalogue.pinned(record) else "",
             "random weights" if record.random_weights else "",
@@ -231,14 +245,14 @@ class Control:
     def _refusal(self, record: ModelRecord) -> list[str]:
         """Why requests are refused, if they are; and what the last load said, which clients are not told."""
         refusal = self._told(record).refusal
-        failure = self._core.catalogue.model(record.model_hash).failure
+        failure = self._core.catalogue.model(record.deployment).failure
         return [refusal, *([f"its last load failed: {failure}"] if failure else [])] if refusal else []
 
     def _told(self, record: ModelRecord) -> PoolModel:
         """What the last digest said of a model. Asking the core again could change what it decides next."""
         latest = self._core.digests.latest
         models = latest.models if latest is not None else ()
-        nothing = PoolModel(model_hash=record.model_hash, name=record.name)
+        nothing = PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
         return next((model for model in models if model.name == record.name), nothing)
 
     def _replicas(self) -> list[Row]:
@@ -246,7 +260,7 @@ class Control:
         return [
             {
                 "replica": replica.replica,
-                "model": core.catalogue.name(replica.report.model_hash),
+                "model": core.catalogue.name(replica.report.deployment),
                 "worker": replica.worker,
                 "device": replica.report.device,
                 "state": "dead" if replica.dead else replica.report.state.value,
@@ -255,6 +269,7 @@ class Control:
                 "kv_pages_free": replica.report.kv_pages_free,
                 "budget_bytes": replica.report.budget_bytes,
                 "memory_bytes": replica.report.memory_bytes,
+                "deployment": replica.report.deployment[:16],
                 "note": replica.report.failure,
             }
             for replica in sorted(core.pool.replicas.values(), key=lambda r: r.replica)
@@ -273,29 +288,55 @@ class Control:
                 "charged_bytes": core.pool.room(device).charged_bytes,
                 "used_bytes": device.report.used_bytes,
                 "models": sorted(core.catalogue.name(model) for model in core.pool.room(device).models),
-                "note": self._device_note(device),
+                "twu": (twu := self._twu.of(device))[0],
+                "note": self._device_note(device, twu[1]),
             }
             for device in core.pool.devices(usable=False)
             if device.worker.presence is not Presence.DEAD
         ]
 
-    def _device_note(self, device: Device) -> str:
+    def _device_note(self, device: Device, use: str) -> str:
         pool, key = self._core.pool, device.key
-        notes = ["drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
+        notes = [use, "drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
         return "; ".join(note for note in notes if note)
 
     def _queues(self) -> list[Row]:
         core, now_s = self._core, self._now_s()
         return [
             {
-                "model": core.catalogue.name(model_hash),
+                "model": core.catalogue.name(deployment),
                 "waiting": demand.waiting,
                 "running": demand.running,
                 "oldest_wait_s": round(demand.oldest_wait_s, 3),
                 "estimated_wait_s": round(self._told(record).estimated_wait_s, 1),
             }
-            for model_hash, demand in sorted(core.pool.demand(now_s).items())
-            if (record := core.catalogue.of_hash(model_hash)) is not None
+            for deployment, demand in sorted(core.pool.demand(now_s).items())
+            if (record := core.catalogue.of_deployment(deployment)) is not None
+        ]
+
+    def _costs(self) -> list[Row]:
+        return [row for record in self._core.catalogue.by_name() for row in self._costs_of(record)]
+
+    def _costs_of(self, record: ModelRecord) -> list[Row]:
+        unix_s = self._now_s() + self._unix_offset_s()
+        return [
+            {
+                "model": row.model,
+                "kind": row.device_type,
+                "source": row.source.value,
+                "age_s": round(max(0.0, unix_s - row.at_unix_s), 1) if row.at_unix_s else None,
+                "measured_unix_s": row.at_unix_s,
+                "points": len(row.points),
+                "whole": row.whole,
+                "engine": row.engine,
+                "correction": round(row.correction, 3),
+                "error": round(row.error, 4) if row.error == row.error else None,
+                "steps": row.steps,
+                "deviates": row.deviates,
+                "costs": msgspec.to_builtins(row.costs),
+                "measured": msgspec.to_builtins(row.points),
+            }
+            for row in self._core.costs.rows(record)
         ]
 
     def _timeline(self) -> list[Row]:

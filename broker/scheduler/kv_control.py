@@ -6,24 +6,19 @@ it goes on and what was done. What is asked twice while the leader changes is do
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 from broker.core.pool.events import KvOrdered, SchedulerEvent
 from broker.core.pool.state import Presence, Worker
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.operator_verbs import People
+from broker.scheduler.verbs import EvictKvOf, MigrateKvOf, Row, Verbs
 from subjects.errors import ConfigError
 from subjects.ids import ReplicaId, WorkerId, base_name
 from subjects.messages import KvModelReport, KvOrder, KvReport, KvTier, KvTierReport, ModelRecord
 
 EVICT_S = 60.0
 """How long a node may take to drop what it was told to."""
-MIGRATE_S = 600.0
-MIGRATE_S_MAX = 3600.0
-
-Row = dict[str, Any]
 
 
 class KvControl:
@@ -33,42 +28,33 @@ class KvControl:
         self._core = core
         self._people = people
         self._step = step
-        self.verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {"evict-kv": self._evict, "migrate-kv": self._migrate}
+        self.verbs: Verbs = {"evict-kv": (EvictKvOf, self._evict), "migrate-kv": (MigrateKvOf, self._migrate)}
 
     # ------------------------------------------------------------------------------------------------------------- verbs
 
-    async def _evict(self, argument: Row) -> Row:
-        """``model``, ``ratio`` (0 to 1), and ``worker`` to ask one node alone."""
-        record = self._with_kv(argument)
-        ratio = _number(argument, "ratio")
-        if not 0 < ratio <= 1:
-            raise ConfigError(f"ratio: {ratio:g} is no share; give more than 0 and at most 1")
-        named = argument.get("worker")
-        workers = [self._node(named, "worker")] if named else self._nodes()
+    async def _evict(self, argument: EvictKvOf) -> Row:
+        record = self._with_kv(argument.model)
+        workers = [self._node(argument.worker, "worker")] if argument.worker else self._nodes()
         if not workers:
             raise ConfigError("no worker has a KV node that runs; see `carpool get kv`")
-        order = KvOrder(kv_signature=record.kv_signature, ratio=ratio, timeout_s=EVICT_S)
-        return self._begun(record, workers, order) | {"ratio": ratio}
+        order = KvOrder(kv_signature=record.kv_signature, ratio=argument.ratio, timeout_s=EVICT_S)
+        return self._begun(record, workers, order) | {"ratio": argument.ratio}
 
-    async def _migrate(self, argument: Row) -> Row:
-        """``model``, ``source`` and ``target``: workers or replicas, which stand for theirs; and ``timeout_s``."""
-        record = self._with_kv(argument)
+    async def _migrate(self, argument: MigrateKvOf) -> Row:
+        """``source`` and ``target`` are workers, or replicas, which stand for theirs."""
+        record = self._with_kv(argument.model)
         if not record.kv_reuse:
             raise ConfigError(f"model: {record.name!r} keeps no KV (its spec.kv.reuse is false)")
-        source = self._node(argument.get("source"), "source")
-        target = self._node(argument.get("target"), "target")
+        source, target = self._node(argument.source, "source"), self._node(argument.target, "target")
         if source is target:
             raise ConfigError(f"target: {base_name(target.worker)!r} is the source too; name two workers")
-        timeout_s = _number(argument, "timeout_s", MIGRATE_S)
-        if not 1 <= timeout_s <= MIGRATE_S_MAX:
-            raise ConfigError(f"timeout_s: give 1 to {MIGRATE_S_MAX:g} seconds")
-        order = KvOrder(kv_signature=record.kv_signature, source=source.worker, timeout_s=timeout_s)
+        order = KvOrder(kv_signature=record.kv_signature, source=source.worker, timeout_s=argument.timeout_s)
         return self._begun(record, [target], order) | {"source": source.worker, "target": target.worker}
 
     def _begun(self, record: ModelRecord, workers: list[Worker], order: KvOrder) -> Row:
         known = set(self._core.transactions.running)
         for worker in workers:
-            self._step(KvOrdered(worker.worker, record.model_hash, order))
+            self._step(KvOrdered(worker.worker, record.deployment, order))
         begun = [
             {"transaction": transaction.name, "worker": transaction.worker}
             for number, transaction in self._core.transactions.running.items()
@@ -80,8 +66,8 @@ class KvControl:
 
     # ------------------------------------------------------------------------------------------------------ what is meant
 
-    def _with_kv(self, argument: Row) -> ModelRecord:
-        record = self._people.model(argument)
+    def _with_kv(self, model: str) -> ModelRecord:
+        record = self._people.model(model)
         if not record.kv_signature:
             raise ConfigError(
                 f"model: the KV of {record.name!r} is at {record.engine_type.value}'s server, not in this pool"
@@ -94,10 +80,8 @@ class KvControl:
         found = [worker for worker in living if (report := _report(worker)) is not None and report.running]
         return sorted(found, key=lambda worker: worker.worker)
 
-    def _node(self, name: object, what: str) -> Worker:
+    def _node(self, name: str, what: str) -> Worker:
         """The worker of this name, with or without its incarnation, or that of this replica, if its node runs."""
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"{what}: give a worker, or a replica, which stands for its worker")
         pool = self._core.pool
         replica = pool.replicas.get(ReplicaId(name))
         wanted = replica.worker if replica is not None else WorkerId(name)
@@ -169,11 +153,3 @@ def _row(worker: Worker, report: KvReport, tier: KvTierReport, names: dict[str, 
 
 def _held(model: KvModelReport, *, host: bool) -> tuple[int, int]:
     return (model.host_blocks, model.host_bytes) if host else (model.disk_blocks, model.disk_bytes)
-
-
-def _number(argument: Row, key: str, default: float | None = None) -> float:
-    value = argument.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{key}: give a number")
-    return float(value)

@@ -7,9 +7,9 @@ state. Each verb names exactly one thing: a model, a device, a worker or a repli
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+
+import msgspec
 
 from broker.core.pool.events import DrainRequested, SchedulerEvent
 from broker.core.pool.overrides import PINNED, UNPINNED, Key, device_name, with_override, without
@@ -17,21 +17,17 @@ from broker.core.pool.state import Presence
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.overrides_sync import OverridesSync
 from broker.scheduler.registry_sync import RegistrySync
+from broker.scheduler.verbs import Declare, Named, OfModel, Row, SetMode, Verbs, Withdraw
 from subjects.errors import ConfigError
-from subjects.ids import DeviceId, ReplicaId, WorkerId, base_name, is_token
+from subjects.ids import DeviceId, ReplicaId, WorkerId, base_name
 from subjects.messages import DeclaredLoad, Mode, ModelRecord, Override, OverrideKind, Overrides
 
-DRAIN_BOUND_S_MAX = 3600.0
-"""The longest that a drain may wait for running requests."""
 REPLICA_LOCK_KEPT_S = 3600.0
 """The lock of a replica that is gone is forgotten after this time, at the next change."""
 EVENT_KEPT_S = 24 * 3600.0
 """An event that is over is forgotten after this time, at the next change."""
-FACTOR_MAX = 1000.0
-RECORD_MODE = "default"
-"""The mode that gives the record its say again."""
-
-Row = dict[str, Any]
+KINDS = {"model": OverrideKind.MODEL_LOCK, "device": OverrideKind.DEVICE_LOCK, "replica": OverrideKind.REPLICA_LOCK}
+"""Locks by what they are of."""
 
 
 class People:
@@ -51,45 +47,36 @@ class People:
         self._overrides = overrides
         self._unix_s = unix_s
         self._step = step
-        self.verbs: dict[str, Callable[[Row], Awaitable[Any]]] = {
-            "lock": self._lock,
-            "unlock": self._unlock,
-            "drain": self._drain,
-            "mode": self._mode,
-            "pin": self._pin,
-            "unpin": self._unpin,
-            "declare": self._declare,
-            "withdraw": self._withdraw,
+        self.verbs: Verbs = {
+            "lock": (Named, self._lock),
+            "unlock": (Named, self._unlock),
+            "drain": (Named, self._drain),
+            "mode": (SetMode, self._mode),
+            "pin": (OfModel, lambda argument: self._pin(argument, PINNED)),
+            "unpin": (OfModel, lambda argument: self._pin(argument, UNPINNED)),
+            "declare": (Declare, self._declare),
+            "withdraw": (Withdraw, self._withdraw),
         }
 
     # ------------------------------------------------------------------------------------------------------------- verbs
 
-    async def _lock(self, argument: Row) -> Row:
-        what, name = self._named(argument, ("model", "device", "replica"))
-        kind = {
-            "model": OverrideKind.MODEL_LOCK,
-            "device": OverrideKind.DEVICE_LOCK,
-            "replica": OverrideKind.REPLICA_LOCK,
-        }[what]
-        return {what: name, "locked": True, "changed": await self._set(kind, name)}
+    async def _lock(self, argument: Named) -> Row:
+        what, name = self._named(argument, tuple(KINDS))
+        return {what: name, "locked": True, "changed": await self._set(KINDS[what], name)}
 
-    async def _unlock(self, argument: Row) -> Row:
-        what, name = self._named(argument, ("model", "device", "replica", "worker"), must_exist=False)
-        kinds = {
-            "model": [OverrideKind.MODEL_LOCK],
-            "device": [OverrideKind.DEVICE_LOCK, OverrideKind.DEVICE_DRAIN],
-            "replica": [OverrideKind.REPLICA_LOCK],
-            "worker": [OverrideKind.WORKER_DRAIN],
-        }[what]
+    async def _unlock(self, argument: Named) -> Row:
+        what, name = self._named(argument, (*KINDS, "worker"), must_exist=False)
+        kinds = [KINDS[what]] if what in KINDS else [OverrideKind.WORKER_DRAIN]
+        if what == "device":
+            kinds.append(OverrideKind.DEVICE_DRAIN)
         changed = await self._take_back([(kind.value, name) for kind in kinds])
         return {what: name, "locked": False, "changed": changed}
 
-    async def _drain(self, argument: Row) -> Row:
-        bound_s = _bound_s(argument)
+    async def _drain(self, argument: Named) -> Row:
         what, name = self._named(argument, ("replica", "device", "worker"))
         if what == "replica":
             replica = self._core.pool.replicas[ReplicaId(name)]
-            self._step(DrainRequested(replica.replica, bound_s=bound_s))
+            self._step(DrainRequested(replica.replica, bound_s=argument.bound_s))
             return {"replica": name, "replicas": 1, "running": replica.report.running, "changed": True}
         kind = OverrideKind.DEVICE_DRAIN if what == "device" else OverrideKind.WORKER_DRAIN
         # Counted before it is told: the first may be gone before the words are stored.
@@ -100,49 +87,37 @@ class People:
             and name in (base_name(replica.worker), device_name(base_name(replica.worker), replica.report.device))
         ]
         running = sum(replica.report.running for replica in leaving)
-        changed = await self._set(kind, name, bound_s=bound_s)
+        changed = await self._set(kind, name, bound_s=argument.bound_s)
         return {what: name, "replicas": len(leaving), "running": running, "changed": changed}
 
-    async def _mode(self, argument: Row) -> Row:
-        record = self.model(argument)
-        mode = argument.get("mode")
-        known = [*(one.value for one in Mode), RECORD_MODE]
+    async def _mode(self, argument: SetMode) -> Row:
+        record, mode = self.model(argument.model), argument.mode
+        known = [*(one.value for one in Mode), "default"]
         if mode not in known:
             raise ConfigError(f"mode: {mode!r} is not one of {', '.join(known)}")
-        if mode == RECORD_MODE:
+        if mode == "default":
             changed = await self._take_back([(OverrideKind.MODE.value, record.name)])
             return {"model": record.name, "mode": record.mode.value, "changed": changed}
         return {"model": record.name, "mode": mode, "changed": await self._set(OverrideKind.MODE, record.name, value=mode)}
 
-    async def _pin(self, argument: Row) -> Row:
-        record = self.model(argument)
-        await self._set(OverrideKind.PIN, record.name, value=PINNED)
-        return {"name": record.name, "pinned": True}
+    async def _pin(self, argument: OfModel, value: str) -> Row:
+        record = self.model(argument.model)
+        await self._set(OverrideKind.PIN, record.name, value=value)
+        return {"name": record.name, "pinned": value == PINNED}
 
-    async def _unpin(self, argument: Row) -> Row:
-        record = self.model(argument)
-        await self._set(OverrideKind.PIN, record.name, value=UNPINNED)
-        return {"name": record.name, "pinned": False}
-
-    async def _declare(self, argument: Row) -> Row:
-        """Load that is expected: ``name``, ``begin_unix_s``, ``end_unix_s``, ``factor`` or ``at_least``, and ``model``
-        (without it: every model)."""
-        name = _event_name(argument)
-        model = self.model(argument).name if argument.get("model") else ""
-        begin, end = (_number(argument, key, 0.0, 1e11) for key in ("begin_unix_s", "end_unix_s"))
-        factor = _number(argument, "factor", 0.01, FACTOR_MAX, 1.0)
-        at_least = _number(argument, "at_least", 0.0, 1e6, 0.0)
-        if end <= max(begin, self._unix_s()):
+    async def _declare(self, argument: Declare) -> Row:
+        model = self.model(argument.model).name if argument.model else ""
+        if argument.end_unix_s <= max(argument.begin_unix_s, self._unix_s()):
             raise ConfigError("end: the event must end after it begins, and later than now")
-        if factor == 1.0 and not at_least:
+        if argument.factor == 1.0 and not argument.at_least:
             raise ConfigError("factor: say how many times the load is meant (or at_least, in devices)")
-        load = DeclaredLoad(begin_unix_s=begin, end_unix_s=end, model=model, factor=factor, at_least=at_least)
-        changed = await self._set(OverrideKind.EVENT, name, load=load)
-        return {"event": name, "model": model, "changed": changed}
+        load = msgspec.convert(msgspec.structs.asdict(argument) | {"model": model}, DeclaredLoad)
+        changed = await self._set(OverrideKind.EVENT, argument.name, load=load)
+        return {"event": argument.name, "model": model, "changed": changed}
 
-    async def _withdraw(self, argument: Row) -> Row:
-        name = _event_name(argument)
-        return {"event": name, "changed": await self._take_back([(OverrideKind.EVENT.value, name)])}
+    async def _withdraw(self, argument: Withdraw) -> Row:
+        changed = await self._take_back([(OverrideKind.EVENT.value, argument.name)])
+        return {"event": argument.name, "changed": changed}
 
     async def forget_model(self, name: str) -> None:
         """What was said about a model that is deleted goes with it.
@@ -217,18 +192,17 @@ class People:
 
     # ------------------------------------------------------------------------------------------------------ what is meant
 
-    def model(self, argument: Row) -> ModelRecord:
-        """The record of ``argument["model"]``, a name or an alias.
+    def model(self, name: str) -> ModelRecord:
+        """The record of a model by its name or an alias.
 
         Raises:
             ConfigError: nobody applied it.
         """
-        name = argument.get("model")
         records = self._registry.records
-        record = records.get(name) if isinstance(name, str) else None
+        record = records.get(name)
         if record is None:
             record = next((records[one] for one in sorted(records) if name in records[one].aliases), None)
-        if record is None and isinstance(name, str) and (base := adapter_base(records, name)) is not None:
+        if record is None and (base := adapter_base(records, name)) is not None:
             raise ConfigError(
                 f"model: {name!r} is an adapter of {base.name!r}; name that model, or change its spec.adapters"
             )
@@ -237,17 +211,15 @@ class People:
             raise ConfigError(f"model: {name!r} is not applied; known models: {known}")
         return record
 
-    def _named(self, argument: Row, kinds: tuple[str, ...], *, must_exist: bool = True) -> tuple[str, str]:
+    def _named(self, argument: Named, kinds: tuple[str, ...], *, must_exist: bool = True) -> tuple[str, str]:
         """The one thing that the argument names, by its full name."""
-        given = [kind for kind in kinds if argument.get(kind) is not None]
+        given = [(kind, name) for kind in kinds if (name := getattr(argument, kind)) is not None]
         if len(given) != 1:
             raise ConfigError(f"name exactly one of {', '.join(kinds)}")
-        what, name = given[0], argument[given[0]]
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"{what}: give its name")
+        what, name = given[0]
         match what:
             case "model":
-                return what, self.model(argument).name
+                return what, self.model(name).name
             case "device":
                 return what, self._device(name, must_exist=must_exist)
             case "worker":
@@ -281,33 +253,6 @@ class People:
         if full not in known and (must_exist or not slash):
             raise ConfigError(f"device: {name!r} is not known, or not alone; known devices: {', '.join(known) or 'none'}")
         return full
-
-
-def _event_name(argument: Row) -> str:
-    name = argument.get("name")
-    if not isinstance(name, str) or not is_token(name):
-        raise ConfigError("name: give the event a name of letters, digits, - and _")
-    return name
-
-
-def _number(argument: Row, key: str, least: float, most: float, default: float | None = None) -> float:
-    value = argument.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{key}: give a number")
-    if not least <= value <= most:
-        raise ConfigError(f"{key}: give {least:g} to {most:g}")
-    return float(value)
-
-
-def _bound_s(argument: Row) -> float | None:
-    bound_s = argument.get("bound_s")
-    if bound_s is None:
-        return None
-    if isinstance(bound_s, bool) or not isinstance(bound_s, int | float) or not math.isfinite(bound_s):
-        raise ConfigError("bound_s: give a number of seconds")
-    if not 0 <= bound_s <= DRAIN_BOUND_S_MAX:
-        raise ConfigError(f"bound_s: give 0 to {DRAIN_BOUND_S_MAX:g} seconds")
-    return float(bound_s)
 
 
 def adapter_base(records: Mapping[str, ModelRecord], name: str) -> ModelRecord | None:

@@ -44,7 +44,7 @@ class OverridesSync:
         registry: Registry,
         *,
         leads: Callable[[], bool],
-        on_changed: Callable[[Overrides, Overrides], None],
+        on_changed: Callable[[Overrides], None],
     ) -> None:
         self._bus = bus
         self._registry = registry
@@ -103,7 +103,7 @@ class OverridesSync:
     def _take(self, overrides: Overrides) -> None:
         before, self.known = self.known, overrides
         if before != overrides:
-            self._on_changed(before, overrides)
+            self._on_changed(overrides)
 
     async def _mirror(self, overrides: Overrides) -> None:
         try:

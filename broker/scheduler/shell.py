@@ -24,14 +24,18 @@ from broker.core.pool.events import (
     BusRoundTripMade,
     CommandAnswered,
     CommandUnanswered,
+    CostsKept,
     DigestRestored,
     IngressReported,
     JournalRestored,
+    KeepCosts,
     LeadershipGained,
     LeadershipLost,
     ModelApplied,
     ModelRemoved,
     OperationSeen,
+    OverridesChanged,
+    ProfileAsked,
     PublishDigest,
     RaiseAlert,
     RegistryLoaded,
@@ -44,9 +48,10 @@ from broker.core.pool.events import (
     UnloadRequested,
     WorkerReported,
 )
-from broker.core.pool.overrides import changes
+from broker.core.pool.older import told_by_gateway, told_by_worker
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
+from broker.scheduler.costs_sync import CostsSync
 from broker.scheduler.journal_keeper import JournalKeeper
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.lease import LeaseKeeper
@@ -55,6 +60,7 @@ from broker.scheduler.overrides_sync import OverridesSync
 from broker.scheduler.policies import DEFAULT_POLICY, make_policy
 from broker.scheduler.recording import Recorder
 from broker.scheduler.registry_sync import RegistrySync
+from broker.scheduler.twu import DeviceTwu
 from profiles.registry import Registry
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
@@ -67,7 +73,6 @@ from subjects.messages import (
     ControlReply,
     ControlRequest,
     IngressTelemetry,
-    Overrides,
     PoolDigest,
     Severity,
     WorkerBeat,
@@ -149,8 +154,15 @@ class Scheduler:
             on_applied=lambda record: self._step(ModelApplied(record)),
             on_removed=lambda name: self._step(ModelRemoved(name)),
         )
-        self.overrides = OverridesSync(bus, registry, leads=lambda: self.lease.holds, on_changed=self._overrides_changed)
+        self.costs = CostsSync(bus, registry, on_kept=lambda entries: self._step(CostsKept(entries)))
+        self.overrides = OverridesSync(
+            bus,
+            registry,
+            leads=lambda: self.lease.holds,
+            on_changed=lambda overrides: self._step(OverridesChanged(overrides)),
+        )
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
+        self._twu = DeviceTwu(self.core, config.state_dir, time.monotonic)
         self.control = Control(
             bus,
             self.core,
@@ -158,9 +170,11 @@ class Scheduler:
             people,
             KvControl(self.core, people, step=self._step),
             self.journal.known,
+            self._twu,
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),
+            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.deployment, for_s, batch_max)),
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""
@@ -205,6 +219,7 @@ class Scheduler:
         await self.lease.release()
         await self.registry.stop()
         await self.overrides.stop()
+        await self.costs.stop()
         for subscription in self._subscriptions:
             with contextlib.suppress(BusError):
                 await subscription.stop()
@@ -220,12 +235,9 @@ class Scheduler:
 
     async def _lead(self) -> None:
         await self.overrides.start()  # Before the registry, since with that decisions may begin.
+        await self.costs.start()  # So that no model is loaded, or measured, by an estimate that is outdated.
         await self.registry.start()
         await self.lease.run()
-
-    def _overrides_changed(self, before: Overrides, after: Overrides) -> None:
-        for event in changes(before, after):
-            self._step(event)
 
     def _gained(self, epoch: int) -> None:
         self._tasks.spawn(self._take_over(epoch))
@@ -292,6 +304,8 @@ class Scheduler:
                     self.journal.append(self.lease.epoch, command.entries)
             case RaiseAlert():
                 self._raise(command.alert)
+            case KeepCosts():
+                self.costs.keep(command.kept)
             case Resign():
                 self.lease.give_up(command.reason)
             case _:
@@ -347,12 +361,15 @@ class Scheduler:
 
     def _on_snapshot(self, message: BusMessage) -> None:
         snapshot = self._decoded(message, WorkerSnapshot)
-        if snapshot is not None:
-            self._step(WorkerReported(snapshot))
+        if snapshot is None or (not self.core.catalogue.loaded and any(not one.deployment for one in snapshot.replicas)):
+            return  # What an older worker runs is known once the registry is; it tells again.
+        self._step(WorkerReported(told_by_worker(snapshot, self.core.catalogue)))
 
     def _on_ingress(self, message: BusMessage) -> None:
         telemetry = self._decoded(message, IngressTelemetry)
         if telemetry is not None:
+            telemetry = told_by_gateway(telemetry, self.core.catalogue)
+            self._twu.hear(telemetry)
             self._step(IngressReported(telemetry))
 
     def _on_event(self, message: BusMessage) -> None:

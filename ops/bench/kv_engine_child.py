@@ -76,7 +76,7 @@ class ServedEngine:
         name = f"gateway-1-{self._count}"
         self._answers[name], self._done[name] = {"token_ids": [], "first_s": 0.0}, asyncio.Event()
         self._began_s[name] = time.monotonic()
-        body = {"prompt": "x", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
+        body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
         self.engine.add(
             EngineRequest(
                 request=RequestId(name),
@@ -84,7 +84,6 @@ class ServedEngine:
                 endpoint=Endpoint.COMPLETIONS,
                 body=json.dumps(body).encode(),
                 kv_pages_needed=1,
-                prompt_token_ids=tuple(prompt),
                 sent_token_ids=tuple(sent),
                 cache_salt=salt,
                 tenant="bench",

@@ -10,7 +10,12 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-PARTS = {"main-job": "ops.prove.main_job", "scheduler": "ops.prove.scheduler", "kv": "ops.prove.kv"}
+PARTS = {
+    "main-job": "ops.prove.main_job",
+    "scheduler": "ops.prove.scheduler",
+    "capacity": "ops.prove.capacity",
+    "kv": "ops.prove.kv",
+}
 
 
 async def prove(part: str, say: Callable[[str], None], only: tuple[str, ...] = (), seed: int = 0) -> dict[str, Any]:

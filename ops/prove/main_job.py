@@ -16,6 +16,7 @@ from typing import Any
 
 from ops.control import control
 from ops.models import records_of
+from ops.prove.judging import cut_attempts
 from ops.prove.scripted_server import ScriptedServer
 from ops.prove.workplace import (
     Answer,
@@ -24,7 +25,7 @@ from ops.prove.workplace import (
     Say,
     ask,
     client_of,
-    load_commands,
+    hearing,
     run_oracles,
     running_pool,
     service,
@@ -104,9 +105,9 @@ async def prove_grouping(directory: Path, rng: random.Random, say: Say) -> Figur
             await asyncio.sleep(delay_s)
             return await ask(client, model, "go", 10, stream=True, carpool_sim=script)
 
-        async with load_commands(pool) as loads:
+        async with hearing(pool) as heard:
             sequence = await asyncio.gather(*(ask_later(0.05 * at, model) for at, model in enumerate("abaacabc")))
-            swaps = len(loads) - 1
+            swaps = len(heard.loads()) - 1
         say("grouping: bursts, and a majority that never pauses")
         bursts = await asyncio.gather(*(ask_later(rng.uniform(0, 3), rng.choice("abc")) for _ in range(60)))
         busy = [ask_later(0.1 * at, "a") for at in range(200)]
@@ -114,7 +115,11 @@ async def prove_grouping(directory: Path, rng: random.Random, say: Say) -> Figur
         mixed = await asyncio.gather(*busy, *minority)
         answers = [*sequence, *bursts, *mixed]
         timeline = await control(pool.nats_url, "get", {"what": "timeline"})
-    cut = [answer for answer in answers if not answer.whole or answer.attempt > 1]
+        again = [answer for answer in answers if answer.attempt > 1]
+        stories = [await control(pool.nats_url, "explain", {"what": answer.request}) for answer in again]
+    # One that was handed to a replica as it left, and came back before anything was computed, waited: nothing was cut.
+    begun_twice = [answer for answer, story in zip(again, stories, strict=True) if cut_attempts(story["attempts"])]
+    cut = [answer for answer in answers if not answer.whole or answer in begun_twice]
     for answer in cut[:3]:
         say(f"grouping: {answer.model}: {answer.status}, attempt {answer.attempt}, {answer.error or answer.finish_reason}")
     longest_s = max(answer.first_s - answer.begun_s for answer in mixed[len(busy) :])
@@ -124,6 +129,7 @@ async def prove_grouping(directory: Path, rng: random.Random, say: Say) -> Figur
         "swaps": swaps,
         "swaps_max": 3,
         "swaps_during_victims_request": len(cut),
+        "hand_overs_that_came_back": len(again) - len(begun_twice),
         "grouping_requests": len(answers),
         "grouping_loads": sum(1 for entry in timeline if entry["action"] == "load"),
         "longest_minority_wait_s": round(longest_s, 2),
@@ -143,11 +149,11 @@ async def prove_one_wake(directory: Path, _rng: random.Random, _say: Say) -> Fig
     async with (
         running_pool(directory, services, "cpu:1GiB") as pool,
         client_of(pool) as client,
-        load_commands(pool) as loads,
+        hearing(pool) as heard,
     ):
         asks = [ask(client, "cold", "go", 4, stream=number % 2 == 0) for number in range(FIRST_REQUESTS)]
         answers = await asyncio.gather(*asks)
-        count = len(loads)
+        count = len(heard.loads())
     unanswered = sum(1 for answer in answers if not answer.whole)
     figures = {"loads_for_200_first_requests": count, "first_requests_unanswered": unanswered}
     return figures, {"loads_for_200_first_requests == 1": count == 1, "first_requests_unanswered == 0": unanswered == 0}

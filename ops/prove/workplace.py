@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,12 @@ from ops.models import records_of
 from ops.supervisor import Pool, PoolOptions
 from subjects import codec, names
 from subjects.errors import ConfigError
-from subjects.messages import LoadModel, WorkerCommand
+from subjects.messages import Alert, LoadModel, WorkerCommand
 
 if TYPE_CHECKING:
     import httpx
+
+    from subjects.bus import BusMessage
 
 Say = Callable[[str], None]
 Figures = tuple[dict[str, Any], dict[str, bool]]
@@ -86,12 +88,12 @@ async def running_pool(
         yield pool
 
 
-async def apply(pool: Pool, directory: Path, services: str) -> None:
-    """Applies ``services`` (YAML)."""
+async def apply(pool: Pool, directory: Path, services: str) -> list[dict[str, Any]]:
+    """Applies ``services`` (YAML); returns what is told of each."""
     path = directory / "services.yaml"
     path.write_text(services)
     records = await asyncio.to_thread(records_of, [path])
-    await control(pool.nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]})
+    return await control(pool.nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]}) or []
 
 
 def service(name: str, source: str, engine: str, *, resources: str = "", strategy: str = "") -> str:
@@ -136,6 +138,10 @@ class Answer:
     error: str = ""
     cached_tokens: int = 0
     """Of the prompt; only answers that are not streamed tell."""
+    pieces: int = 0
+    """Of text, as they were streamed."""
+    request: str = ""
+    replica: str = ""
 
     @property
     def whole(self) -> bool:
@@ -156,12 +162,13 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int, *
         **extra,
     }
     begun_s = time.monotonic()
-    status, attempt, first_s, finish, error, cached = 0, 0, 0.0, "", "", 0
+    status, attempt, first_s, finish, error, cached, request, replica = 0, 0, 0.0, "", "", 0, "", ""
     text: list[str] = []
     try:
         async with client.stream("POST", "/chat/completions", json=body) as response:
             status = response.status_code
             attempt = int(response.headers.get("x-carpool-attempt", 1))
+            request, replica = (response.headers.get(f"x-carpool-{what}", "") for what in ("request-id", "replica"))
             if not stream or status != 200:
                 content = msgspec.json.decode(await response.aread())
                 first_s = time.monotonic()
@@ -185,28 +192,47 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int, *
     except httpx.HTTPError as problem:
         error = f"{type(problem).__name__}: {problem}"
     ended_s = time.monotonic()
-    return Answer(model, status, "".join(text), finish, attempt, begun_s, first_s or ended_s, ended_s, error, cached)
+    first_s = first_s or ended_s
+    return Answer(
+        model, status, "".join(text), finish, attempt, begun_s, first_s, ended_s, error, cached, len(text), request, replica
+    )
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a bus carried: commands to workers with their (monotonic) times, once per operation, and alerts."""
+
+    commands: dict[str, tuple[float, WorkerCommand]] = field(default_factory=dict)
+    alerts: list[Alert] = field(default_factory=list)
+
+    def hear(self, message: BusMessage) -> None:
+        """Keeps one message of either kind."""
+        if message.subject.startswith(f"{names.PREFIX}.alert."):
+            self.alerts.append(codec.decode(message.payload, Alert))
+            return
+        command: WorkerCommand = codec.decode(message.payload, WorkerCommand)  # type: ignore[arg-type]
+        self.commands.setdefault(command.operation, (time.monotonic(), command))
+
+    def loads(self, model: str = "") -> list[tuple[float, LoadModel]]:
+        """Load commands, in order; of one model if it is named."""
+        return [
+            (at_s, command)
+            for at_s, command in self.commands.values()
+            if isinstance(command, LoadModel) and model in ("", command.record.name)
+        ]
 
 
 @contextlib.asynccontextmanager
-async def load_commands(pool: Pool) -> AsyncIterator[list[LoadModel]]:
-    """A wiretap: every load command on the bus, once per operation."""
-    from subjects.bus import BusMessage
+async def hearing(pool: Pool) -> AsyncIterator[Heard]:
+    """A wiretap on the pool's bus."""
     from subjects.nats.bus import NatsBus
 
-    seen: dict[str, LoadModel] = {}
-    loads: list[LoadModel] = []
-
-    def hear(message: BusMessage) -> None:
-        command: object = codec.decode(message.payload, WorkerCommand)  # type: ignore[arg-type]
-        if isinstance(command, LoadModel) and command.operation not in seen:
-            seen[command.operation] = command
-            loads.append(command)
-
+    heard = Heard()
     bus = await NatsBus.connect([pool.nats_url], name="carpool-wiretap")
     try:
-        await bus.subscribe(f"{names.PREFIX}.cmd.*", hear)
-        yield loads
+        for subject in ("cmd.*", "alert.>"):
+            await bus.subscribe(f"{names.PREFIX}.{subject}", heard.hear)
+        yield heard
     finally:
         await bus.close()
 

@@ -1,4 +1,4 @@
-"""How right the forecast is: ``python -m ops.simulator.forecast_report [WORKLOAD]``, beside naive and seasonal-naive.
+"""How right the forecast is, beside naive and seasonal-naive (SCH-5): ``carpool simulate --scenario forecast``.
 
 A forecast at a horizon is of the mean work from now to then, in GPU-seconds per second, per model. *Accuracy* is one less
 the weighted absolute percentage error: ``1 - sum |forecast - came| / sum came`` over all models and moments, so a second
@@ -6,19 +6,15 @@ without load neither counts for nothing nor for everything. Compared with:
 
 - ``naive``: what came over the last stretch as long as the horizon. (The last second alone is far worse.)
 - ``seasonal_naive``: what came in the same stretch a day ago; needs earlier days, so only in ``week``.
-- ``holt``: Holt-Winters of the library ``river``, on one-minute means; with a season of a day in ``week``.
 - ``clairvoyant``: the mean of the ten minutes around, the future included: how far single requests are noise.
 
-Also how often the work of a second stayed below what was called its p95 and p99. The forecaster is the scheduler's own.
+The forecaster is the scheduler's own.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +22,16 @@ import numpy.typing as npt
 from broker.core.plan.forecast import ALL_CLASSES, Forecaster, Key
 from ops.simulator import week
 from ops.simulator.models import work_s
-from ops.simulator.types import SimModel, Trace, Workload
+from ops.simulator.scenario import Figures, Say
+from ops.simulator.types import SimModel, Trace
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 HORIZONS_S = (1, 3, 10, 120, 1800)
-SHORT_TERM_S = 120
-"""The horizon of the figure for the short term: what a plan made now lives with."""
 DAY_S = 86_400
+WEEK_DAYS = 3
 _AROUND_S = 600
-_HOLT_HORIZONS_S = (120, 1800)
-METHODS = ("forecast", "naive", "seasonal_naive", "holt", "clairvoyant")
+METHODS = ("forecast", "naive", "seasonal_naive", "clairvoyant")
 Floats = npt.NDArray[np.float64]
 
 
@@ -44,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 class Demand:
     """What arrives for one model, per second: [length class, second]. ``gaps`` marks seconds of which nothing is known."""
 
-    model_hash: ModelHash
+    deployment: DeploymentKey
     work: Floats
     requests: Floats
     gaps: npt.NDArray[np.bool_] | None = None
@@ -56,7 +51,6 @@ class Errors:
 
     missed: dict[tuple[str, int], float] = field(default_factory=dict)
     came: dict[tuple[str, int], float] = field(default_factory=dict)
-    below: dict[str, list[int]] = field(default_factory=lambda: {"p95": [0, 0], "p99": [0, 0]})
 
     def add(self, method: str, horizon_s: int, said: float, came: float) -> None:
         """One forecast and what came."""
@@ -84,7 +78,7 @@ def demand_of(model: SimModel, number: int, trace: Trace, begin_s: float, end_s:
         chosen = classes == number_of_class
         work[number_of_class] = np.bincount(place[chosen], weights=each[chosen], minlength=seconds)
         requests[number_of_class] = np.bincount(place[chosen], minlength=seconds)
-    return Demand(model.model_hash, work, requests)
+    return Demand(model.deployment, work, requests)
 
 
 def evaluate(
@@ -93,8 +87,6 @@ def evaluate(
     *,
     horizons_s: Sequence[int] = HORIZONS_S,
     score_from_s: int = 600,
-    by_class: Errors | None = None,
-    holt: bool = False,
 ) -> None:
     """Feeds one model's demand to a forecaster second by second, and adds its errors and those of the simple methods.
 
@@ -103,12 +95,10 @@ def evaluate(
     seconds = demand.work.shape[1]
     total = demand.work.sum(axis=0)
     sums = np.concatenate([[0.0], np.cumsum(total)])
-    class_sums = np.concatenate([np.zeros((3, 1)), np.cumsum(demand.work, axis=1)], axis=1)
     gaps = np.zeros(seconds, dtype=np.bool_) if demand.gaps is None else demand.gaps
     unknown = np.concatenate([[0], np.cumsum(gaps)])
     forecaster = Forecaster()
-    key: Key = (demand.model_hash, ALL_CLASSES)
-    library = _Holt(DAY_S // 60 if seconds > 2 * DAY_S else 0) if holt else None
+    key: Key = (demand.deployment, ALL_CLASSES)
     every = {horizon_s: 7 if horizon_s < 10 else max(29, horizon_s // 4 + 1) for horizon_s in horizons_s}
     work, requests = demand.work.T.tolist(), demand.requests.T.astype(int).tolist()
     deaf = gaps.tolist()
@@ -123,8 +113,7 @@ def evaluate(
                 if now % every[horizon_s] or end > seconds or unknown[end] > unknown[max(0, begin)]:
                     continue
                 came = mean(now, end)
-                said = forecaster.predict(float(now), key, float(horizon_s))
-                errors.add("forecast", horizon_s, said.mean, came)
+                errors.add("forecast", horizon_s, forecaster.predict(float(now), key, float(horizon_s)).mean, came)
                 errors.add("naive", horizon_s, mean(max(0, begin), now), came)
                 if now >= DAY_S and unknown[end - DAY_S] == unknown[now - DAY_S]:
                     errors.add("seasonal_naive", horizon_s, mean(now - DAY_S, end - DAY_S), came)
@@ -132,102 +121,37 @@ def evaluate(
                     middle = (now + end) // 2
                     around = (max(0, middle - _AROUND_S // 2), min(seconds, middle + _AROUND_S // 2))
                     errors.add("clairvoyant", horizon_s, mean(*around), came)
-                if library is not None and horizon_s in _HOLT_HORIZONS_S and (guess := library.guess(horizon_s)) is not None:
-                    errors.add("holt", horizon_s, guess, came)
-                if horizon_s == 10:
-                    for name, level in (("p95", said.p95), ("p99", said.p99)):
-                        errors.below[name][0] += int(np.count_nonzero(total[now:end] <= level))
-                        errors.below[name][1] += horizon_s
-                if by_class is not None:
-                    for place in range(3):
-                        class_came = float(class_sums[place, end] - class_sums[place, now]) / horizon_s
-                        class_said = forecaster.predict(float(now), (demand.model_hash, place), float(horizon_s)).mean
-                        by_class.add("forecast", horizon_s, class_said, class_came)
-                        past = float(class_sums[place, now] - class_sums[place, max(0, begin)]) / (now - max(0, begin))
-                        by_class.add("naive", horizon_s, past, class_came)
         if deaf[now]:
             continue
         for place in range(3):
             if requests[now][place]:
-                forecaster.observe(now + 0.5, (demand.model_hash, place), work[now][place], requests[now][place])
+                forecaster.observe(now + 0.5, (demand.deployment, place), work[now][place], requests[now][place])
         forecaster.heard(float(now + 1))
-        if library is not None and now % 60 == 59:
-            library.learn(mean(now - 59, now + 1))
 
 
-class _Holt:
-    """``river``'s Holt-Winters on one-minute means. Followed for half an hour, a trend must be all but off."""
+def report(seed: int, processes: int, say: Say) -> Figures:
+    """Accuracy by method and horizon over three days of ``week``, and over the whole day of ``five-lines``."""
+    from ops.simulator.workloads import workload
 
-    def __init__(self, season: int) -> None:
-        from river import time_series
-
-        self._model: Any = time_series.HoltWinters(
-            alpha=0.2, beta=0.001, gamma=0.2 if season else None, seasonality=season, multiplicative=False
-        )
-        self._needed = max(3, 2 * season)
-        self._learned = 0
-
-    def learn(self, value: float) -> None:
-        self._model.learn_one(value)
-        self._learned += 1
-
-    def guess(self, horizon_s: int) -> float | None:
-        if self._learned <= self._needed:
-            return None
-        ahead = self._model.forecast(horizon=max(1, horizon_s // 60))
-        return max(0.0, float(np.mean(ahead)))
-
-
-def workload_demand(made: Workload, seed: int) -> Iterable[tuple[SimModel, Demand]]:
-    """Every model of a workload's first window."""
+    weekly, daily = Errors(), Errors()
+    say("week, second by second")
+    for number, (_, line) in enumerate(sorted(week.packaged().items())):
+        work, requests = line.work_per_s(seed, WEEK_DAYS)
+        empty = np.zeros_like(work)
+        gaps = np.repeat(line.rate_rps[: WEEK_DAYS * DAY_S // week.CELL_S] == 0.0, week.CELL_S)
+        deployment = DeploymentKey(f"{number:064x}")
+        demand = Demand(deployment, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
+        evaluate(demand, weekly, score_from_s=DAY_S)
+    say("five-lines, second by second")
+    made = workload("five-lines", full=True)
     window = made.windows[0]
     trace = made.trace(seed, window)
     for number, model in enumerate(made.models):
-        yield model, demand_of(model, number, trace, window.warmup_s, window.end_s)
-
-
-def report(name: str, seed: int, days: int = 3, *, classes: bool = True, holt: bool = True) -> dict[str, Any]:
-    """Accuracy by horizon and method over a workload's whole days, or over ``week`` (seven days of three models)."""
-    errors, by_class = Errors(), Errors()
-    if name == "week":
-        for number, (_, line) in enumerate(sorted(week.packaged().items())):
-            work, requests = line.work_per_s(seed, days)
-            empty = np.zeros_like(work)
-            gaps = np.repeat(line.rate_rps[: days * DAY_S // week.CELL_S] == 0.0, week.CELL_S)
-            model_hash = ModelHash(f"{number:064x}")
-            demand = Demand(model_hash, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
-            evaluate(demand, errors, score_from_s=DAY_S, holt=holt)
-    else:
-        from ops.simulator.workloads import workload
-
-        for _, demand in workload_demand(workload(name, full=True), seed):
-            evaluate(demand, errors, by_class=by_class if classes else None, holt=holt)
+        evaluate(demand_of(model, number, trace, window.warmup_s, window.end_s), daily)
     return {
-        "workload": name,
-        "seed": seed,
-        "right": _rounded(errors.accuracy("forecast", SHORT_TERM_S)),
-        "horizons": {str(horizon_s): _methods(errors, horizon_s) for horizon_s in HORIZONS_S},
-        "by_length_class": {
-            str(horizon_s): _methods(by_class, horizon_s) for horizon_s in HORIZONS_S if by_class.came
-        },
-        "below": {name: _rounded(good / asked) for name, (good, asked) in errors.below.items() if asked},
-    }  # fmt: skip
-
-
-def _methods(errors: Errors, horizon_s: int) -> Mapping[str, float | None]:
-    found = {method: errors.accuracy(method, horizon_s) for method in METHODS}
-    return {method: _rounded(value) for method, value in found.items() if value is not None}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
-
-
-def main() -> None:
-    """Prints one JSON object per workload named."""
-    for name in sys.argv[1:] or ["five-lines"]:
-        print(json.dumps(report(name, seed=1)))
-
-
-if __name__ == "__main__":
-    main()
+        f"{name}_{method}_{horizon_s}s": round(value, 4)
+        for name, errors in (("week", weekly), ("five-lines", daily))
+        for horizon_s in HORIZONS_S
+        for method in METHODS
+        if (value := errors.accuracy(method, horizon_s)) is not None
+    }

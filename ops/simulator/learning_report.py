@@ -1,4 +1,4 @@
-"""What learning which device suits a model changes: ``python -m ops.simulator.learning_report`` (SCH-10).
+"""What learning which device suits a model changes: ``carpool simulate --scenario learning`` (SCH-10).
 
 One model on devices of one kind that are not alike: each is slower or faster than its profile by a factor drawn from the
 seed. Replicas take requests by load over routing weight, as everywhere. With learning, finished requests teach
@@ -12,23 +12,21 @@ on.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from broker.core.plan.capacity import prefill_work_s
-from broker.core.plan.learning import PERIOD_S, DeviceScores, LearningSettings
+from broker.core.plan.learning import PERIOD_S, DeviceScores
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.metrics import quantile
 from ops.simulator.models import sim_model
 from ops.simulator.options import RunOptions
 from ops.simulator.queueing import Live
 from ops.simulator.replicas import SimReplica
-from ops.simulator.scenario import capacity_rps, steady_workload
+from ops.simulator.scenario import Figures, Say, capacity_rps, steady_workload
 from ops.simulator.types import LoadLadder, Trace, Window, Workload
 from ops.simulator.workloads import Steady
 from ops.simulator.world import World
@@ -78,7 +76,7 @@ class _Taught(World):
         each_s = step_s(costs, batch, batch * context)
         # Others' prompts are prefilled meanwhile: about one per answer, as many as finish.
         predicted_s = steps * each_s + batch * prefill_work_s(costs, live.input_tokens)
-        self.scores.observe(self.hashes[live.model], device_key(replica), predicted_s, self.now_s - live.first_s)
+        self.scores.observe(self.deployments[live.model], device_key(replica), predicted_s, self.now_s - live.first_s)
 
 
 def device_key(replica: SimReplica) -> DeviceKey:
@@ -102,7 +100,7 @@ def run_pool(seed: int, *, learns: bool, load: float = LOAD, seconds: float = SE
     """One run, from the second period on."""
     workload = pool(load, seconds)
     trace = workload.trace(seed, workload.windows[0])
-    scores = DeviceScores(LearningSettings(on=True)) if learns else None
+    scores = DeviceScores() if learns else None
     world = _Taught(workload, trace, seed, scores)
     world.when_drained = world.end
     kv_bytes = workload.models[0].kv_bytes_alone()
@@ -125,11 +123,11 @@ def run_pool(seed: int, *, learns: bool, load: float = LOAD, seconds: float = SE
 def _follow(world: _Taught, scores: DeviceScores, kv_bytes: int, name: str) -> int:
     """Routing weights by what was learned; the replica on the worst device moves where a better one is free."""
     serving = {str(replica.replica): device_key(replica) for replica in world.serving[0]}
-    for replica, weight in scores.routing_weights(world.hashes[0], serving).items():
+    for replica, weight in scores.routing_weights(world.deployments[0], serving).items():
         world.set_weight(world.replicas[ReplicaId(replica)], weight)
     free = [device.number for device in world.devices if not device.holds]
     every = {(WorkerId("node-000"), DeviceId(f"gpu{number}")): number for number in range(len(world.devices))}
-    factors = {number: scores.factor(world.hashes[0], key) for key, number in every.items()}
+    factors = {number: scores.factor(world.deployments[0], key) for key, number in every.items()}
     worst = max(world.serving[0], key=lambda replica: (factors[replica.devices[0].number], replica.number))
     best = min(free, key=lambda number: (factors[number], number), default=None)
     if best is None or factors[worst.devices[0].number] < MOVE_GAIN * factors[best]:
@@ -161,30 +159,15 @@ def _outcome(workload: Workload, trace: Trace, world: World, moves: int) -> Outc
     )
 
 
-def report(seed: int = 1, seeds: int = SEEDS, seconds: float = SECONDS) -> dict[str, object]:
-    """Over ``seeds`` pools: how much of the variance is left with learning."""
-    pairs = [
-        (run_pool(seed + number, learns=False, seconds=seconds), run_pool(seed + number, learns=True, seconds=seconds))
-        for number in range(seeds)
-    ]
-    without, with_learning = (statistics.fmean(pair[place].variance for pair in pairs) for place in (0, 1))
-    return {
-        "variance_without": without,
-        "variance_with": with_learning,
-        "change": round(with_learning / without - 1.0, 4),
-        "change_by_pool": [round(b.variance / a.variance - 1.0, 4) for a, b in pairs],
-        "p95_s_without": round(statistics.fmean(a.p95_s for a, _ in pairs), 6),
-        "p95_s_with": round(statistics.fmean(b.p95_s for _, b in pairs), 6),
-        "within_slo_without": round(statistics.fmean(a.within_slo for a, _ in pairs), 6),
-        "within_slo_with": round(statistics.fmean(b.within_slo for _, b in pairs), 6),
-        "moves": [b.moves for _, b in pairs],
-    }
-
-
-def main() -> None:
-    """Prints one JSON object."""
-    print(json.dumps(report(int(sys.argv[1]) if len(sys.argv) > 1 else 1)))
-
-
-if __name__ == "__main__":
-    main()
+def report(seed: int, processes: int, say: Say) -> Figures:
+    """Variance over time of p95 with and without learned scores of devices, over ``SEEDS`` pools."""
+    say("pools of unlike devices, an hour each, with learning and without")
+    pairs = [[run_pool(seed + number, learns=learns) for learns in (False, True)] for number in range(SEEDS)]
+    without, learned = ([pair[place] for pair in pairs] for place in (0, 1))
+    figures: Figures = {}
+    for name, outcomes in (("without", without), ("with", learned)):
+        figures[f"variance_{name}"] = statistics.fmean(one.variance for one in outcomes)
+        figures[f"p95_s_{name}"] = round(statistics.fmean(one.p95_s for one in outcomes), 6)
+        figures[f"within_slo_{name}"] = round(statistics.fmean(one.within_slo for one in outcomes), 6)
+    both = [statistics.fmean(one.variance for one in outcomes) for outcomes in (without, learned)]
+    return figures | {"change": round(both[1] / both[0] - 1.0, 4), "moves": sum(one.moves for one in learned)}

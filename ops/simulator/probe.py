@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from broker.core.plan.capacity import Targets, throughput
-from broker.core.plan.windows import Progress, TwuMeter
+from ops.simulator.capacity import Targets, most_rps
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions
 from ops.simulator.queueing import Live
@@ -23,6 +22,7 @@ from ops.simulator.traces.columns import merge, one_model
 from ops.simulator.traces.draws import poisson, stream
 from ops.simulator.types import DEVICE_BYTES, GB, SLOTS_MAX, PoolSpec, SimModel, Trace, Window, Workload
 from ops.simulator.world import World
+from profiles.twu import TokenWork, allowed_s, twu, twu_raw_s
 from subjects.errors import ConfigError
 from subjects.ids import ReplicaId
 
@@ -63,6 +63,62 @@ class Line:
     share: float
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a request stands at the end of a window: all tokens that its device has computed for it so far."""
+
+    weight: float
+    prompt_tokens: int
+    output_tokens: int
+    age_s: float
+    """Since its arrival; at its end for one that finished in the window."""
+    ttft_s: float
+    tpot_s: float
+    """Its targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwuReading:
+    """TWU of a device over a window, and the source's form in seconds."""
+
+    twu: float
+    raw_s: float
+    tokens: float
+
+
+class TwuMeter:
+    """TWU of one device, window by window, from where its requests stand.
+
+    What a request did in a window is its progress since the last one, so running requests count with their elapsed part and
+    nothing counts twice. Remembers only requests that ran in the last window.
+    """
+
+    def __init__(self, baseline_tokens_per_s: float) -> None:
+        self.baseline_tokens_per_s = baseline_tokens_per_s
+        self._done: dict[Hashable, int] = {}
+
+    def read(
+        self, window_s: float, running: Mapping[Hashable, Progress], finished: Mapping[Hashable, Progress]
+    ) -> TwuReading:
+        """The window that ends now: those that run, and those that finished in it, by request."""
+        parts = []
+        tokens = 0.0
+        done: dict[Hashable, int] = {}
+        for group, kept in ((running, True), (finished, False)):
+            for request, progress in group.items():
+                total = progress.prompt_tokens + progress.output_tokens
+                new = max(0, total - self._done.get(request, 0))
+                if kept:
+                    done[request] = total
+                slo_s = allowed_s(progress.ttft_s, progress.tpot_s, progress.output_tokens)
+                parts.append(TokenWork(progress.weight, float(new), progress.age_s, slo_s))
+                tokens += new
+        self._done = done
+        return TwuReading(
+            twu(parts, window_s, self.baseline_tokens_per_s), twu_raw_s(parts, window_s, self.baseline_tokens_per_s), tokens
+        )
+
+
 class _Watched(World):
     """Keeps what finished since it was last asked."""
 
@@ -101,7 +157,7 @@ def tokens_per_s(model: SimModel, kv_bytes: int) -> float:
     """Tokens per second, prompts and answers, that a replica alone carries of the mix (capacity profile)."""
     inputs = sum(share * sum(ends) / 2 for share, ends in zip(MIX, LENGTHS, strict=True))
     outputs = sum(OUTPUTS) / 2
-    most = throughput(
+    most = most_rps(
         model.costs,
         inputs,
         outputs,
@@ -109,7 +165,7 @@ def tokens_per_s(model: SimModel, kv_bytes: int) -> float:
         kv_tokens=kv_bytes / model.kv_bytes_per_token,
         slots=SLOTS_MAX,
     )
-    return most.rps * (inputs + outputs)
+    return most * (inputs + outputs)
 
 
 def capacity_rps(lines: Sequence[Line], lengths: Sequence[float] = MIX) -> float:
@@ -117,14 +173,14 @@ def capacity_rps(lines: Sequence[Line], lengths: Sequence[float] = MIX) -> float
     inputs = sum(share * sum(ends) / 2 for share, ends in zip(lengths, LENGTHS, strict=True)) / sum(lengths)
     per_request = sum(
         line.share
-        / throughput(
+        / most_rps(
             line.model.costs,
             inputs,
             sum(OUTPUTS) / 2,
             Targets(line.model.ttft_s, line.model.tpot_s),
             kv_tokens=math.inf,
             slots=SLOTS_MAX,
-        ).rps
+        )
         for line in lines
     )
     return 1.0 / per_request

@@ -1,4 +1,4 @@
-"""Constants of the fixed workloads that ``python -m ops.simulator.scale_rates`` finds.
+"""Constants of the fixed workloads that ``python -m tests.workloads.scale_rates`` finds.
 
 Found largest scales (before the margin): five-lines m-small 0.1143, m-mid 0.0346, mm-image 1.342, deepseek-r1 0.1002,
 m-large 0.0324; busy-few m-small 0.1454, m-mid 0.0993, deepseek-r1 0.868, m-large 0.257. One is set lower than its

@@ -14,11 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from ops.simulator.reality_client import Timed, ask, body
-from profiles.costs import prefill_s
+from profiles.costs import nonnegative, prefill_s
 from subjects.errors import CarpoolError
 from subjects.messages import StepCosts
 
@@ -29,7 +27,6 @@ PREFILL_INPUTS = (16, 64, 128, 256, 512, 768)
 ROUNDS = 4
 TRIM = 0.1
 TRIES_MAX = 3
-REWEIGHTS = 30
 EXACT = 1e-4
 """Relative errors below this count as none."""
 PROBE_TOKENS = 64
@@ -91,20 +88,15 @@ def fit(
     A prompt alone takes ``request_s + steps step_const_s + prefill_token_s L + prefill_token2_s L**2``: a step costs its
     constant also while nobody decodes, and prefills ``step_tokens`` at most.
     """
-    const_s, per_request_s, per_context_s = _fit(
-        np.array([[1.0, point.batch, point.context] for point in decodes]), np.array([point.seconds for point in decodes])
+    const_s, per_request_s, per_context_s = nonnegative(
+        [[1.0, point.batch, point.context] for point in decodes], [point.seconds for point in decodes], exact=EXACT
     )
-    steps = np.array([-(-point.input_tokens // step_tokens) for point in prefills])
-    seconds = np.array([point.seconds for point in prefills])
-    request_s, per_token_s, per_token2_s = _fit(
-        np.array([[1.0, point.input_tokens, point.input_tokens**2] for point in prefills]),
-        np.maximum(seconds - steps * const_s, 1e-6),
-        seconds,
-    )
-    predicted = (
-        request_s
-        + steps * const_s
-        + np.array([per_token_s * p.input_tokens + per_token2_s * p.input_tokens**2 for p in prefills])
+    constants_s = [const_s * -(-point.input_tokens // step_tokens) for point in prefills]
+    request_s, per_token_s, per_token2_s = nonnegative(
+        [[1.0, point.input_tokens, point.input_tokens**2] for point in prefills],
+        [max(point.seconds - constant_s, 1e-6) for point, constant_s in zip(prefills, constants_s, strict=True)],
+        scale=[point.seconds for point in prefills],
+        exact=EXACT,
     )
     return Profile(
         costs=StepCosts(
@@ -116,40 +108,14 @@ def fit(
         ),
         request_s=request_s,
         end_s=end_s,
-        prefill_error=float(np.abs(predicted / seconds - 1).max()),
+        prefill_error=max(
+            abs((request_s + s + per_token_s * p.input_tokens + per_token2_s * p.input_tokens**2) / p.seconds - 1)
+            for p, s in zip(prefills, constants_s, strict=True)
+        ),
         decode_error=max(
             abs((const_s + per_request_s * p.batch + per_context_s * p.context) / p.seconds - 1) for p in decodes
         ),
     )
-
-
-def _fit(
-    rows: npt.NDArray[np.float64],
-    seconds: npt.NDArray[np.float64],
-    scale_s: npt.NDArray[np.float64] | None = None,
-) -> tuple[float, float, float]:
-    """Three coefficients, none negative, with the least sum of absolute errors relative to ``scale_s`` (the times
-    themselves): a point that something else disturbed pulls no more than any other. The best over which are zero."""
-    scale = seconds if scale_s is None else scale_s
-    weighted, wanted = rows / scale[:, None], seconds / scale
-    best: tuple[float, list[float]] = (float("inf"), [0.0, 0.0, 0.0])
-    for kept in ((0, 1, 2), (0, 1), (0, 2), (1, 2), (0,), (1,), (2,)):
-        columns = weighted[:, kept]
-        pull = np.ones(len(seconds))
-        solved = np.zeros(len(kept))
-        for _ in range(REWEIGHTS):
-            root = np.sqrt(pull)
-            solved, *_ = np.linalg.lstsq(columns * root[:, None], wanted * root, rcond=None)
-            pull = 1.0 / np.maximum(np.abs(columns @ solved - wanted), EXACT)
-        if (solved < 0).any():
-            continue
-        error = float(np.abs(columns @ solved - wanted).sum())
-        if error < best[0] - 1e-12:
-            values = [0.0, 0.0, 0.0]
-            for place, value in zip(kept, solved.tolist(), strict=True):
-                values[place] = value
-            best = (error, values)
-    return best[1][0], best[1][1], best[1][2]
 
 
 # ---------------------------------------------------------------------------------------------------------- measurement

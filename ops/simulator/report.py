@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,18 @@ def write_page(table: Table, path: Path) -> int:
     except OSError as error:
         raise ConfigError(f"--html {path}: cannot be written ({error.strerror}); give another path") from None
     return len(data)
+
+
+def check_plotly() -> None:
+    """Says before the work what the page will need after it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    from subjects.errors import ConfigError
+
+    if find_spec("plotly") is None:
+        raise ConfigError("plotly is not installed: pip install 'carpool[research]'")
 
 
 def page(table: Table) -> str:

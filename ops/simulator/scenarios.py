@@ -2,7 +2,7 @@
 
 A scenario answers one question with a few scalars; what it compares with is in the same answer. The tests run the same code
 on smaller loads. Their own loads are in ``scenario_loads``; ``scenario_limits`` looks for how far something goes, and
-``scenario_signals`` at what the scheduler knows rather than at what it does.
+the reports at what the scheduler knows rather than at what it does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ops.simulator import scenario_limits, scenario_loads, scenario_signals
+from ops.simulator import forecast_report, learning_report, scenario_limits, scenario_loads, twu_report
 from ops.simulator.scenario import Figures, Say
 
 
@@ -36,10 +36,8 @@ SCENARIOS: dict[str, Scenario] = {
     "fairness": Scenario("Gold and Silver under overload, with and without taking turns by class", scenario_loads.fairness),
     "load-factor": Scenario("largest load of five-lines on 8 GPUs with every model at 99 %", scenario_limits.load_factor),
     "scale": Scenario("200 models on 1,000 GPUs: time of a decision on one core", scenario_limits.scale),
-    "learning": Scenario("variance of p95 on unlike devices, with learned scores and without", scenario_signals.learning),
-    "twu-lead": Scenario("how long before congestion TWU warns, beside utilisation", scenario_signals.twu_lead),
-    "forecast": Scenario(
-        "how right the forecast is, beside naive, seasonal-naive and Holt-Winters", scenario_signals.forecast
-    ),
+    "learning": Scenario("variance of p95 on unlike devices, with learned scores and without", learning_report.report),
+    "twu-lead": Scenario("how long before congestion TWU warns, beside utilisation", twu_report.report),
+    "forecast": Scenario("how right the forecast is, beside naive and seasonal-naive", forecast_report.report),
 }
 """By name."""

@@ -1,4 +1,4 @@
-"""Does TWU warn before a device is congested? ``python -m ops.simulator.twu_report`` (SCH-6).
+"""Does TWU warn before a device is congested? ``carpool simulate --scenario twu-lead`` (SCH-6).
 
 Three models share a GPU with the 60/30/10 mix. Load rises evenly from half of what the device bears (found by ``calibrate``)
 to well beyond it. *Congestion* is when more than 5 % of the requests of the last ten seconds are late in three readings in a
@@ -9,15 +9,14 @@ higher. The lead is by how many seconds a warning comes before congestion; 0 whe
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ops.calibrate import LATE_MAX, calibrate_simulated
 from ops.simulator.models import sim_model
 from ops.simulator.probe import Line, Reading, lines_of, ramp, watch
+from ops.simulator.scenario import Figures, Say
 
 SIZES = ("3.8B", "8B", "14B")
 CALM_SHARE = 0.7
@@ -92,23 +91,21 @@ def _silent(readings: Sequence[Reading], value: Callable[[Reading], float]) -> f
     return max(min(values[place : place + ROW]) for place in range(len(values) - ROW + 1))
 
 
-def report(seed: int = 1, seeds: int = SEEDS, say: Callable[[str], None] = lambda _: None) -> dict[str, object]:
-    """Medians over ``seeds`` rises of load."""
+def report(seed: int, processes: int, say: Say) -> Figures:
+    """Medians over ``SEEDS`` rises of load."""
     lines = lines_of([sim_model(size) for size in SIZES])
     found = calibrate_simulated(SIZES, seed, 1, say)
     bearable_rps = found.stages[-1].rps
-    leads = [
-        lead(lines, bearable_rps, found.baseline_tokens_per_s, found.twu_full, seed + number) for number in range(seeds)
+    rises = [
+        lead(lines, bearable_rps, found.baseline_tokens_per_s, found.twu_full, seed + number) for number in range(SEEDS)
     ]
-    congested = [one for one in leads if one.congested_s is not None]
+    congested = [one for one in rises if one.congested_s is not None]
     return {
         "twu_lead_s": _median([one.twu_s for one in congested]),
         "utilisation_lead_s": _median([one.utilisation_s for one in congested]),
         "lead_over_utilisation_s": _median([one.twu_s - one.utilisation_s for one in congested]),
-        "twu_leads": [one.twu_s for one in congested],
-        "utilisation_leads": [one.utilisation_s for one in congested],
         "congested": len(congested),
-        "rises": seeds,
+        "rises": SEEDS,
         "twu_full": found.twu_full,
         "bearable_rps": bearable_rps,
         "utilisation_at_calm": round(_utilisation(lines, bearable_rps, seed), 4),
@@ -122,12 +119,3 @@ def _utilisation(lines: Sequence[Line], bearable_rps: float, seed: int) -> float
 
 def _median(values: Sequence[float]) -> float | None:
     return round(statistics.median(values), 3) if values else None
-
-
-def main() -> None:
-    """Prints one JSON object."""
-    print(json.dumps(report(int(sys.argv[1]) if len(sys.argv) > 1 else 1)))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 Rates of ``five-lines`` and ``busy-few`` are ServeGen's first day times one constant per model, chosen so that the smallest
 dedicated split that meets the SLO over the day is the stated one; constants and replica counts are found by
-``python -m ops.simulator.scale_rates`` and stored in ``rates``. The headline measures six windows of ten minutes of it.
+``python -m tests.workloads.scale_rates`` and stored in ``rates``. The headline measures six windows of ten minutes of it.
 """
 
 from __future__ import annotations

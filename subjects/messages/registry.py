@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey, ModelHash
 from subjects.messages.kinds import EngineType, Mode, SlaClass, Task
 
 
@@ -78,11 +78,11 @@ class KeptCosts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 1
     engine: str = ""
     """Engine and version, such as ``vllm-0.11.0``."""
+    costs: StepCosts
+    """Fitted to the points."""
     points: tuple[CostPoint, ...] = ()
     whole: bool = False
     """Whether all the points were taken: three lengths of prompts, three batch sizes, as far as the engine has room."""
-    correction: float = 1.0
-    """Seconds that steps take, over what the fit to the points says."""
     at_unix_s: float = 0.0
 
 
@@ -99,6 +99,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: str = "1"
     revision: int = 1
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
+    """What its replicas are replicas of; ``profiles.deployment`` fills it in where an older version left it out."""
     weights_hash: str
     kv_signature: str = ""
     engine_type: EngineType = EngineType.VLLM

@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from subjects.ids import IngressId, ModelHash, ReplicaId, RequestId, Tenant
+from subjects.ids import DeploymentKey, IngressId, ModelHash, ReplicaId, RequestId, Tenant
 from subjects.messages.kinds import Endpoint, EngineType, Lane, RequestKind, SlaClass
 from subjects.messages.registry import Adapter
 
@@ -20,6 +20,7 @@ class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     endpoint: Endpoint
     tenant: Tenant
     sla_class: SlaClass = SlaClass.SILVER
@@ -104,11 +105,15 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     endpoint: Endpoint = Endpoint.CHAT
     body: bytes = b""
     prompt_token_ids: tuple[int, ...] = ()
+    """Never filled and never read: the replica renders ``body``. Peers of older versions have the field."""
     sent_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     max_tokens: int = 0
     adapter: Adapter | None = None
     """What answers in place of the base model; the replica loads it when it has not (only with part 0)."""
+    options: dict[str, str | int | float | bool] | None = None
+    """How the name that was asked for parses answers (``profiles.deployment.PARSING_OPTIONS``; only with part 0). None, of
+    older gateways: as the record that the replica was started with."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
@@ -265,6 +270,8 @@ class RequestAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """From when it began to wait (again) until this grant."""
     lost: bool = False
     """The replica was lost, busy or drained, and the request waited again."""
+    begun: bool = True
+    """False: it was handed over and came back before the replica had begun it; nothing of the answer was lost."""
     prefix_tokens: int = 0
     """Of the prompt, that this replica was chosen for: it is believed not to compute them again."""
 

@@ -1,4 +1,4 @@
-"""What both forms of the bus promise, on the in-memory one and on a real nats-server."""
+"""What the bus promises, on a real nats-server."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ async def test_a_ticket_expires_after_whole_seconds(backend: Backend, bus: Bus) 
     await bus.ensure_queue()
     await put(bus, "short", ttl_s=1)
     await put(bus, "long", ttl_s=TTL_S)
-    await backend.sleep(2.2)
+    await asyncio.sleep(2.2)
     lines = Lines()
     puller = await lines.open(bus)
     await puller.pull(2, 0.2)

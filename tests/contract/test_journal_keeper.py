@@ -1,9 +1,8 @@
-"""The journal of scale actions on both forms of the bus (SCH-8)."""
+"""The journal of scale actions on a real nats-server (SCH-8)."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 
 import pytest
 
@@ -24,7 +23,7 @@ from subjects.messages import (
     TransactionEnded,
 )
 from subjects.tasks import end_tasks
-from tests.contract.conftest import Backend, MemoryBackend, NatsBackend
+from tests.contract.conftest import Backend
 from tests.waiting import until
 
 WORKER = WorkerId("w-0123456789")
@@ -107,16 +106,7 @@ async def test_a_lost_journal_is_begun_anew(backend: Backend) -> None:
     first = Writer(bus, "one")
     for number in range(5):
         await first.write(1, began(f"1-{number}"))
-    if isinstance(backend, MemoryBackend):
-        backend.hub._streams.clear()
-    else:
-        assert isinstance(backend, NatsBackend)
-        backend.server.kill()
-        for entry in backend.server.directory.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry)
-        backend.server.start()
-        await until(lambda: bus.connected, "the bus is back")
+    await backend.lose_files()
     await first.write(1, began("1-5"))
     # Meanwhile somebody else may have made it, and written.
     await first.write(1, began("1-6"))
@@ -124,11 +114,10 @@ async def test_a_lost_journal_is_begun_anew(backend: Backend) -> None:
     await second.keeper.catch_up()
     assert second.keeper.known.unfinished() == (began("1-5"), began("1-6"))
     assert (first.troubles, first.deposed) == ([], [])
-    if isinstance(backend, MemoryBackend):
-        backend.hub._streams.clear()
-        await second.write(2, began("2-0"))
-        await first.write(1, began("1-7"))  # Its end of the old stream is beyond that of the new one.
-        assert len(first.deposed) == 1
+    await backend.lose_files()
+    await second.write(2, began("2-0"))
+    await first.write(1, began("1-7"))  # Its end of the old stream is beyond that of the new one.
+    assert len(first.deposed) == 1
 
 
 async def test_a_deposed_leader_hears_of_it(backend: Backend) -> None:
@@ -173,10 +162,9 @@ async def test_a_journal_that_grew_too_old_is_written_on(backend: Backend) -> No
     bus = await backend.connect()
     await bus.ensure_stream(names.JOURNAL_STREAM, [names.JOURNAL], max_age_s=0.1)
     await bus.stream_publish(names.JOURNAL, encode(JournalRecord(epoch=1, writer="before", entries=(began("1-1"),))))
-    if isinstance(backend, NatsBackend):
-        async with asyncio.timeout(10):
-            while await stored(bus):
-                await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        while await stored(bus):
+            await asyncio.sleep(0.05)
     writer = Writer(bus, "one")
     await writer.write(2, began("2-1"))
     await bus.ensure_stream(names.JOURNAL_STREAM, [names.JOURNAL], max_age_s=3600)

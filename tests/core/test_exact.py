@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -12,8 +9,8 @@ import pytest
 
 from broker.core.plan.layout import Layout
 from broker.core.plan.problem import Problem
-from ops.bench.exact import PATTERNS_MAX, solve
-from ops.bench.packing import compare, measure_gap, random_problem
+from tests.bench.exact import PATTERNS_MAX, solve
+from tests.bench.packing import compare, measure_gap, random_problem
 from tests.core.test_layout import site
 from tests.core.test_packing import GOLD, broken, need, there
 
@@ -135,14 +132,10 @@ def test_nodes_bound_the_search() -> None:
             assert hasty.bound <= full.worth + 1e-4
 
 
-def test_the_gap_between_greedy_and_exact_is_small_and_told() -> None:
-    """The gap is measured on small pools, and the command that measures it says what it found last (SCH-3)."""
+def test_the_gap_between_greedy_and_exact_is_small() -> None:
+    """Over small random pools, half of which are too small for their load (SCH-3)."""
     found = measure_gap()
-    print(found)
     assert found["problems"] == found["solved_exactly"] == 25
     assert 0.0 <= found["gap_mean"] <= GAP_MEAN_MAX
     assert found["equal"] >= 13
     assert -1e-6 <= found["lost_mean"] <= 0.01
-    command = [sys.executable, "-m", "ops.bench.packing", "--json"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert json.loads(printed.splitlines()[-1]) == found

@@ -10,9 +10,9 @@ from ops.simulator.forecast_report import DAY_S, Demand, Errors, demand_of, eval
 from ops.simulator.models import sim_model, work_s
 from ops.simulator.rates import SCALES
 from ops.simulator.types import Trace
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
-A = ModelHash("a" * 64)
+A = DeploymentKey("a" * 64)
 
 
 def of(work: list[float], gaps: list[bool] | None = None) -> Demand:
@@ -35,12 +35,11 @@ def test_accuracy_is_one_less_the_weighted_error() -> None:
 
 
 def test_steady_load_is_forecast_exactly() -> None:
-    """Without noise everybody is right, and the p95 is never exceeded."""
+    """Without noise everybody is right."""
     errors = Errors()
     evaluate(of([2.0] * 900), errors, horizons_s=(1, 10, 120))
     for method in ("forecast", "naive", "clairvoyant"):
         assert [errors.accuracy(method, horizon_s) for horizon_s in (1, 10, 120)] == pytest.approx([1.0] * 3)
-    assert errors.below["p95"][0] == errors.below["p95"][1] > 0
 
 
 def test_noise_is_smoothed_better_than_by_the_last_value() -> None:
@@ -53,7 +52,6 @@ def test_noise_is_smoothed_better_than_by_the_last_value() -> None:
         assert ours is not None
         assert naive is not None
         assert ours > naive + margin
-    assert errors.below["p95"][0] / errors.below["p95"][1] == pytest.approx(0.95, abs=0.04)
 
 
 def test_gaps_are_neither_learned_nor_judged() -> None:

@@ -6,17 +6,17 @@ import math
 
 import pytest
 
-from broker.core.plan.learning import DeviceScores, LearningSettings, Signs
+from broker.core.plan.learning import DeviceScores, LearningSettings
 from broker.core.pool.catalogue import DeviceKey
-from subjects.ids import DeviceId, ModelHash, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, WorkerId
 
-A, B = ModelHash("a" * 64), ModelHash("b" * 64)
+A, B = DeploymentKey("a" * 64), DeploymentKey("b" * 64)
 DEVICES = [(WorkerId("w"), DeviceId(f"gpu{number}")) for number in range(6)]
 TRUE = [1.0, 1.1, 0.9, 1.6, 1.0, 1.3]
 
 
 def teach(
-    scores: DeviceScores, begin_s: float, periods: int, true: list[float], model: ModelHash = A, common: float = 1.2
+    scores: DeviceScores, begin_s: float, periods: int, true: list[float], model: DeploymentKey = A, common: float = 1.2
 ) -> float:
     """So many periods of 40 observations per device, spread evenly around the true factor; returns the time after them."""
     now_s = begin_s
@@ -40,7 +40,7 @@ def relative(true: list[float]) -> dict[DeviceKey, float]:
 
 def test_slow_devices_are_found() -> None:
     """After four periods each device's preference is within a tenth of the truth; what all share cancels out (SCH-10)."""
-    scores = DeviceScores(LearningSettings(on=True))
+    scores = DeviceScores()
     teach(scores, 0.0, 4, TRUE)
     assert scores.preference(A, DEVICES) == pytest.approx(relative(TRUE), rel=0.1)
     weights = scores.routing_weights(A, {f"r{number}": device for number, device in enumerate(DEVICES)})
@@ -50,7 +50,7 @@ def test_slow_devices_are_found() -> None:
 
 def test_what_was_learned_of_a_device_helps_other_models() -> None:
     """A model never seen on a slow device expects it to be slower than others."""
-    scores = DeviceScores(LearningSettings(on=True))
+    scores = DeviceScores()
     teach(scores, 0.0, 4, TRUE)
     preference = scores.preference(B, DEVICES)
     assert max(preference, key=preference.__getitem__) == DEVICES[3]
@@ -58,7 +58,7 @@ def test_what_was_learned_of_a_device_helps_other_models() -> None:
 
 def test_a_change_is_followed() -> None:
     """When the slow device is repaired and another one throttles, the preference turns within an hour."""
-    scores = DeviceScores(LearningSettings(on=True))
+    scores = DeviceScores()
     now_s = teach(scores, 0.0, 12, TRUE)
     swapped = [TRUE[3], *TRUE[1:3], TRUE[0], *TRUE[4:]]
     teach(scores, now_s, 12, swapped)
@@ -66,38 +66,9 @@ def test_a_change_is_followed() -> None:
     assert preference[DEVICES[0]] > 1.15 > preference[DEVICES[3]]
 
 
-def test_off_means_no_opinion() -> None:
-    """Off by default: every factor is 1 and nothing is counted; switched off later it keeps what it knows for later."""
-    scores = DeviceScores()
-    teach(scores, 0.0, 2, TRUE)
-    assert scores.preference(A, DEVICES) == dict.fromkeys(DEVICES, 1.0)
-    scores.switch(True)
-    now_s = teach(scores, 1000.0, 4, TRUE)
-    scores.switch(False)
-    assert scores.preference(A, DEVICES) == dict.fromkeys(DEVICES, 1.0)
-    scores.switch(True)
-    scores.look(now_s)
-    assert scores.preference(A, DEVICES)[DEVICES[3]] > 1.2
-
-
-def test_signs_explain_a_part() -> None:
-    """A model slower whenever its device is hot is expected to be faster once that device is cool again."""
-    scores = DeviceScores(LearningSettings(on=True, period_s=10.0))
-    hot, cool = Signs(temperature_c=85.0, link_use=0.5), Signs(temperature_c=50.0, link_use=0.5)
-    scores.look(0.0)
-    for period in range(1, 60):
-        for number, device in enumerate(DEVICES):
-            is_hot = (period + number) % 2 == 0
-            for _ in range(20):
-                scores.observe(A, device, 1.0, 1.4 if is_hot else 1.0, hot if is_hot else cool)
-        for _ in range(20):
-            scores.look(10.0 * period)
-    assert scores.factor(A, DEVICES[0], hot) > 1.15 * scores.factor(A, DEVICES[0], cool)
-
-
 def test_few_or_senseless_observations_teach_nothing() -> None:
     """A pair seen less than five times in a period, or a time of zero, makes no example."""
-    scores = DeviceScores(LearningSettings(on=True))
+    scores = DeviceScores()
     scores.look(0.0)
     for _ in range(4):
         scores.observe(A, DEVICES[0], 1.0, 9.0)
@@ -112,7 +83,7 @@ def test_few_or_senseless_observations_teach_nothing() -> None:
 def test_factors_are_bounded_and_repeatable() -> None:
     """However slow a device is, its factor stays within the bound; the same calls give the same digits."""
     extreme = [1.0, 1.0, 1.0, 50.0, 1.0, 0.01]
-    first, second = DeviceScores(LearningSettings(on=True)), DeviceScores(LearningSettings(on=True))
+    first, second = DeviceScores(), DeviceScores()
     for scores in (first, second):
         teach(scores, 0.0, 10, extreme)
     factors = [first.factor(A, device) for device in DEVICES]
@@ -122,11 +93,11 @@ def test_factors_are_bounded_and_repeatable() -> None:
 
 def test_memory_is_bounded() -> None:
     """More pairs and examples than fit are left out, and a look learns only so many."""
-    scores = DeviceScores(LearningSettings(on=True, examples_max=10, seen_min=1))
+    scores = DeviceScores(LearningSettings(examples_max=10, seen_min=1))
     scores.look(0.0)
     for number in range(50):
-        scores.observe(ModelHash(f"{number:064x}"), DEVICES[0], 1.0, 2.0, Signs(1.0))
+        scores.observe(DeploymentKey(f"{number:064x}"), DEVICES[0], 1.0, 2.0, 1.0)
     scores.look(300.0)
     assert scores.learned == 10
-    assert len(scores._signs) == 10
+    assert len(scores._rates) == 10
     assert not scores._examples

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 
 from broker.core.requests.events import GRANT_PART_BYTES_MAX
-from broker.core.requests.live import GRANT_PART_TOKENS_MAX, LiveRequest, Taken
+from broker.core.requests.live import LiveRequest, Taken
 from subjects.messages import Grant
 from tests.core.test_requests import R, delta, profile
 
 
-def live(body: bytes = b"{}", prompt: tuple[int, ...] = (), **fields: object) -> LiveRequest:
+def live(body: bytes = b"{}", **fields: object) -> LiveRequest:
     """A request just submitted."""
     return LiveRequest(
         request=R,
         profile=profile(**fields),
         body=body,
-        prompt_token_ids=prompt,
         cache_salt="salt",
         submitted_s=0.0,
         wait_bound_s=20.0,
@@ -26,26 +25,17 @@ def live(body: bytes = b"{}", prompt: tuple[int, ...] = (), **fields: object) ->
 
 
 @pytest.mark.parametrize(
-    ("body_bytes", "tokens", "parts"),
-    [
-        (0, 0, 1),
-        (GRANT_PART_BYTES_MAX, 0, 1),
-        (GRANT_PART_BYTES_MAX + 1, 0, 2),
-        (10, GRANT_PART_TOKENS_MAX, 1),
-        (10, GRANT_PART_TOKENS_MAX + 1, 2),
-        (GRANT_PART_BYTES_MAX * 2, GRANT_PART_TOKENS_MAX * 3 - 1, 3),
-    ],
+    ("body_bytes", "parts"),
+    [(0, 1), (GRANT_PART_BYTES_MAX, 1), (GRANT_PART_BYTES_MAX + 1, 2), (GRANT_PART_BYTES_MAX * 3 - 1, 3)],
 )
-def test_the_parts_of_a_grant_make_the_whole(body_bytes: int, tokens: int, parts: int) -> None:
-    """Body and token ids are split alike, nothing is lost or sent twice, and no part is too big for a message."""
+def test_the_parts_of_a_grant_make_the_whole(body_bytes: int, parts: int) -> None:
+    """Nothing is lost or sent twice, and no part is too big for a message."""
     body = bytes(range(256)) * (body_bytes // 256) + bytes(body_bytes % 256)
-    prompt = tuple(range(tokens))
-    request = live(body, prompt)
+    request = live(body)
     grants = [grant for part in range(parts) if (grant := request.grant(part)) is not None]
     assert [(grant.part, grant.parts) for grant in grants] == [(part, parts) for part in range(parts)]
     assert b"".join(grant.body for grant in grants) == body
-    assert tuple(token for grant in grants for token in grant.prompt_token_ids) == prompt
-    assert max(len(grant.body) + 5 * len(grant.prompt_token_ids) for grant in grants) <= 2 * 256 * 1024
+    assert max(len(grant.body) for grant in grants) <= 256 * 1024
     assert (request.grant(parts), request.grant(-1)) == (None, None)
 
 

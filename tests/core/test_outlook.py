@@ -6,19 +6,20 @@ import pytest
 
 from broker.core.plan.coordinator import CoordinatorSettings
 from broker.core.plan.turns import FAILING_IDLE_S
-from broker.core.pool.events import DigestRestored, LeadershipGained, ModelPinned, SchedulerSettings
+from broker.core.pool.events import DigestRestored, LeadershipGained, ModelRemoved, SchedulerSettings
 from subjects.messages import DrainReplica, EngineType, LoadModel, PoolDigest, PoolModel, ReplicaState, TimelineEntry
 from tests.core.scheduler_world import UNIX_S, record
 from tests.core.test_placement import A, B, Bench, C, V, W, commands, listed, sent, settled
+from tests.core.words import pin, said
 
 GUESS_S = 5.0 + 768 / 200
 """A first guess for a model whose weights are 768 MiB."""
 
 
 def told(bench: Bench, name: str, *, after_s: float = 0.0) -> PoolModel:
-    """The digest's word on a model: a pin is news, so that there is a new one at once."""
+    """The digest's word on a model: a removal is news, so that there is a new one at once."""
     bench.tick(after_s)
-    bench.step(ModelPinned("nobody"))
+    bench.step(ModelRemoved("nobody"))
     return next(model for model in bench.digest.models if model.name == name)
 
 
@@ -74,11 +75,11 @@ def test_a_load_under_way_is_shortened_by_its_age() -> None:
     bench.report()
     (load,) = sent(bench.demand(a=0.2))
     bench.answer(load)
-    bench.core.catalogue.model(A.model_hash).load_s = 4.0
+    bench.core.catalogue.model(A.deployment).load_s = 4.0
     assert told(bench, "a", after_s=1.0).estimated_wait_s == 3.0
     assert told(bench, "a", after_s=9.0).estimated_wait_s == 0.5
     bench = settled(A)
-    bench.core.catalogue.model(A.model_hash).load_s = 4.0
+    bench.core.catalogue.model(A.deployment).load_s = 4.0
     bench.report(listed("a", ReplicaState.LOADING))
     assert told(bench, "a").estimated_wait_s == 4.0
 
@@ -87,7 +88,7 @@ def test_a_failure_is_told_with_its_count_and_the_next_try() -> None:
     """Pause and load are the wait; whole seconds, rounded up, are the Retry-After; what the load said is not for clients."""
     bench = settled(A)
     bench.report()
-    model = bench.core.catalogue.model(A.model_hash)
+    model = bench.core.catalogue.model(A.deployment)
     model.load_s, model.failure = 3.0, "broken"
     model.failures, model.retry_s = 1, bench.now_s + 5.0
     assert words(told(bench, "a")) == (8.0, "loading failed once, next try in 5 s", 5, False)
@@ -100,7 +101,7 @@ def test_a_failure_is_told_with_its_count_and_the_next_try() -> None:
 def test_a_failed_model_without_room_is_told_so() -> None:
     """It may take only what nobody has used for a minute: come back after a turn."""
     bench = settled(A, B)
-    model = bench.core.catalogue.model(B.model_hash)
+    model = bench.core.catalogue.model(B.deployment)
     model.load_s, model.failure, model.failures = 3.0, "broken", 2
     bench.report(listed("a", idle_s=20.0))
     text = "loading failed 2 times, and no free room to try again"
@@ -116,7 +117,7 @@ def test_what_can_never_be_is_told_for_ever_or_for_half_a_minute() -> None:
     assert words(told(bench, "big")) == (0.0, f"needs {need}, largest device has 3.0 GiB", 0, True)
     assert "cannot-fit" in bench.alerts()
     bench = settled(A, B, record("kept", min_replicas=1))
-    bench.step(ModelPinned("a"))
+    bench.step(said(pin("a")))
     bench.report(listed("a"), listed("kept"), gib=2.0)
     need = "1.0 GiB (weights 768.0 MiB + KV 128.0 MiB + overhead 128.0 MiB)"
     text = f"no capacity, pinned: needs {need}; pinned models or minimum replicas hold the room (a, kept)"
@@ -226,7 +227,7 @@ def test_the_timeline_goes_on_from_an_earlier_leaders() -> None:
     bench.step(LeadershipGained(7))
     bench.tick(0.6)
     bench.report()
-    bench.step(ModelPinned("nobody"))
+    bench.step(ModelRemoved("nobody"))
     assert [entry.model for entry in bench.digest.timeline] == ["m2", "m3", "m4"]
     (load,) = sent(bench.demand(a=0.2))
     begun_s = bench.now_s

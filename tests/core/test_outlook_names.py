@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.pool.events import ModelApplied, ModelPinned, ModelRemoved
+from broker.core.pool.events import ModelApplied, ModelRemoved
 from broker.core.requests import events as e
 from broker.core.requests.admission import ModelView, pool_refusal
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import LoadModel, ModelRecord, PoolModel
-from tests.core.scheduler_world import model_hash, record
+from tests.core.scheduler_world import deployment, record
 from tests.core.test_outlook import told, words
 from tests.core.test_placement import Bench, V, W, commands, listed, settled
 from tests.core.test_requests import Gateway
+from tests.core.words import pin, said
 
-SHARED = model_hash("x")
+SHARED = deployment("x")
 
 
 def named(name: str, gib: float) -> ModelRecord:
     """A name of the shared model."""
-    return record(name, gib, model_hash=SHARED)
+    return record(name, gib, deployment=SHARED)
 
 
 def loads(bench: Bench, **waiting: float) -> list[str]:
@@ -29,10 +30,10 @@ def loads(bench: Bench, **waiting: float) -> list[str]:
 
 
 def refusal_of(bench: Bench, one: ModelRecord) -> str | None:
-    """The code that a client of a name gets by a new digest: gateways keep its words by model hash."""
+    """The code that a client of a name gets by a new digest: gateways keep its words by deployment."""
     told(bench, one.name)
-    by_hash: dict[str, PoolModel] = {model.model_hash: model for model in bench.digest.models}
-    refused = pool_refusal(ModelView(one, by_hash[one.model_hash]))
+    by_deployment: dict[str, PoolModel] = {model.deployment: model for model in bench.digest.models}
+    refused = pool_refusal(ModelView(one, by_deployment[one.deployment]))
     return refused.code if refused is not None else None
 
 
@@ -68,13 +69,13 @@ def test_where_none_fits_requests_for_every_name_get_503() -> None:
     both = (named("a", 2.0), named("b", 3.0))
     bench = settled(*both)
     gateway = Gateway()
-    assert gateway.submit(RequestId("waits"), model_hash=SHARED)[0].startswith("publish")
+    assert gateway.submit(RequestId("waits"), deployment=SHARED)[0].startswith("publish")
     bench.report(gib=1.5)
     bench.tick(0.1)
     assert [refusal_of(bench, one) for one in both] == ["model_cannot_fit"] * 2
     assert [words(told(bench, name))[1][:13] for name in "ab"] == ["needs 2.0 GiB", "needs 3.0 GiB"]
     assert "end waits 503 model_cannot_fit" in gateway(e.PoolChanged(bench.digest))
-    assert gateway.submit(RequestId("comes"), model_hash=SHARED) == ["end comes 503 model_cannot_fit"]
+    assert gateway.submit(RequestId("comes"), deployment=SHARED) == ["end comes 503 model_cannot_fit"]
     assert loads(bench) == []
     assert bench.alerts().count("cannot-fit") == 2
 
@@ -107,7 +108,7 @@ def test_the_record_that_fits_beside_what_must_stay_is_loaded(pinned_gib: float)
     """Both fit the empty device, one beside a pinned model; where none does, both names are told that for now."""
     both = (named("a", 2.5), named("b", 1.0))
     bench = settled(record("kept", pinned_gib), *both)
-    bench.step(ModelPinned("kept"))
+    bench.step(said(pin("kept")))
     bench.report(listed("kept", replica="kept-9-1-00000000aa", gib=pinned_gib), gib=3.0)
     bench.tick(0.1)
     fits = pinned_gib == 1.0
@@ -118,7 +119,7 @@ def test_the_record_that_fits_beside_what_must_stay_is_loaded(pinned_gib: float)
 def test_a_pinned_model_does_not_stand_in_its_own_way() -> None:
     """Its own replica holds the room: the first name that fits the device speaks, look after look."""
     bench = settled(named("a", 2.0), named("b", 1.0))
-    bench.step(ModelPinned("a"))
+    bench.step(said(pin("a")))
     bench.report(listed("x", replica="a-9-1-00000000aa", gib=2.0), gib=3.5)
     seen = []
     for _ in range(4):

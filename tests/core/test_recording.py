@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.core.plan.coordinator import Coordinator
 from broker.core.plan.policy import Decision, Policy, PoolView, StartReplica, StopReplica
 from broker.core.pool.events import (
     LeadershipGained,
@@ -43,13 +44,13 @@ class Turns:
         if device is None:
             return Decision()
         stops = [StopReplica(r.replica, "its turn is over") for m in models if m is not model for r in m.replicas]
-        starts = [] if model.replicas else [StartReplica(model.record.model_hash, (device.key,), f"turn {self.turn}")]
-        return Decision(actions=(*stops[:1], *starts), notes={model.record.model_hash: f"turn {self.turn}"})
+        starts = [] if model.replicas else [StartReplica(model.record.deployment, (device.key,), f"turn {self.turn}")]
+        return Decision(actions=(*stops[:1], *starts), notes={model.record.deployment: f"turn {self.turn}"})
 
 
-def make_policy(name: str) -> Policy | None:
+def make_policy(name: str) -> Policy:
     """Those that the tests here record."""
-    return Turns() if name == "turns" else None
+    return Turns() if name == "turns" else Coordinator()
 
 
 def history(path: Path, *, seed: int = 1, policy: str = "rules", bytes_max: int = 100 * MEGABYTE) -> Recorder:
@@ -98,7 +99,7 @@ def test_a_difference_is_shown_and_ends_its_run(tmp_path: Path) -> None:
     path = tmp_path / "decisions.rec"
     history(path, policy="turns").close()
     history(path, seed=2).close()
-    found = replay(path, lambda _name: None)
+    found = replay(path, lambda _name: Coordinator())
     (difference,) = found.differences
     assert (found.runs, difference.run) == (2, 1)
     assert difference.recorded != difference.replayed

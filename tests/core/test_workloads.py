@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from ops.simulator import rates
-from ops.simulator.dedicated import attainment, within_slo
-from ops.simulator.scale_rates import GOAL, PLANNED
 from ops.simulator.traces import recording
 from ops.simulator.traces.columns import cut, only
 from ops.simulator.traces.recording import RecordedModel
 from ops.simulator.types import Trace, Window, Workload
 from ops.simulator.workloads import LINES, WORKLOADS, of_recording, workload
 from subjects.errors import ConfigError
+from tests.workloads.dedicated import attainment, within_slo
+from tests.workloads.scale_rates import GOAL, PLANNED
 
 
 def gpus(asked: Workload, split: dict[str, int]) -> int:

@@ -1,7 +1,7 @@
 """Time, processes and the bus of the simulated world: one heap of events, nothing runs beside it.
 
 The bus behaves as a NATS server was measured to: core messages are lost while it is away, each pair of processes keeps its
-order, the work-queue is the in-memory form of the bus (``subjects.memory_queue``) and is lost with the server's memory.
+order, the work-queue (``tests.sim.work_queue``) is lost with the server's memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 
 from subjects.bus import QueuedTicket, QueueLimits
 from subjects.errors import QueueFull
-from subjects.memory_queue import MemoryQueue, PullRequest
+from tests.sim.work_queue import PullRequest, SimQueue
 
 Action = Callable[[], object]
 
@@ -148,7 +148,7 @@ class Network:
         self._last_s: dict[tuple[str, str], float] = {}
         self._asked: list[_Asked] = []
         self._queues_made = 0
-        self.queue: MemoryQueue | None = None
+        self.queue: SimQueue | None = None
         self.ensure_queue()
 
     # ---- core messages
@@ -264,7 +264,7 @@ class Network:
         """Creates the stream if it is missing."""
         if self.queue is None:
             self._queues_made += 1
-            self.queue = MemoryQueue(self._clock, 0, self._queues_made, QueueLimits())
+            self.queue = SimQueue(self._clock, 0, self._queues_made, QueueLimits())
 
     def pull(
         self,
@@ -309,7 +309,7 @@ class Pull:
         self._on_ticket = on_ticket
         self._on_expired = on_expired
         self._open: PullRequest | None = None
-        self._queue: MemoryQueue | None = None
+        self._queue: SimQueue | None = None
         self.done = False
 
         def arrive() -> None:

@@ -15,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from carpool import ApiError, AsyncCrossModelScheduler, CrossModelScheduler
 from ops.servers import free_port
 from subjects import names
 from subjects.bus import BusMessage
-from subjects.client import AsyncCrossModelScheduler, CrossModelScheduler
 from subjects.codec import decode, encode
-from subjects.errors import ApiError
 from subjects.messages import ControlReply, ControlRequest, Endpoint, InferFrame, InferRequest, Usage
 from subjects.nats.bus import NatsBus
 from tests.servers import NatsServer

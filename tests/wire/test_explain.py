@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from broker.gateway.recent_requests import RecentRequests
+from broker.scheduler.policies import make_policy
 from broker.scheduler.recording import replay
 from broker.scheduler.shell import Scheduler, SchedulerConfig
 from ops.cli import main
@@ -21,7 +22,7 @@ from subjects.codec import encode
 from subjects.ids import IngressId, ReplicaId, RequestId
 from subjects.messages import Endpoint, Lane, RequestProfile, RequestStory, SlaClass
 from subjects.nats.bus import NatsBus
-from tests.core.scheduler_world import model_hash, record
+from tests.core.scheduler_world import deployment, model_hash, record
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.test_scheduler import QUICK, rig_on
@@ -79,6 +80,7 @@ async def test_a_model_a_scale_action_and_a_request_are_explained(nats_server: N
         recent = RecentRequests()
         request = RequestId("gateway-0123456789-3")
         profile = RequestProfile(
+            deployment=deployment("b"),
             model_hash=model_hash("b"),
             endpoint=Endpoint.CHAT,
             tenant="t",  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ async def test_a_recording_of_a_live_scheduler_replays_the_same(nats_server: Nat
         steps = scheduler.core.digests.latest
         assert steps is not None
         await rig.end(scheduler)
-    found = replay(path, lambda _name: None)
+    found = replay(path, make_policy)
     assert found.differences == [] and found.runs == 1 and found.orders >= 3 and found.commands > 20
     result = await asyncio.to_thread(CliRunner().invoke, main, ["replay-scheduler", str(path), "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)["same"] is True
@@ -181,6 +183,7 @@ def test_a_gateway_remembers_numbers_of_its_requests() -> None:
     recent = RecentRequests(ended_max=2)
     profile = msgspec.convert(
         {
+            "deployment": deployment("m"),
             "model_hash": model_hash("m"),
             "endpoint": "chat",
             "tenant": "t",

@@ -82,7 +82,7 @@ class Two:
         """It says so to the gateway."""
         replica.slots = slots
         core = self.pool.gateway._shell._core
-        link = core._hands.links[replica.id]
+        link = core._links.links[replica.id]
         await until(lambda: link.room is not None and link.room.slots == slots, "the gateway knows its room")
 
     def holders(self, content: str = DOCUMENT, domain: str = "domain:friends") -> dict[str, int]:

@@ -11,14 +11,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.core.pool.events import LoadDeclared
 from broker.scheduler.shell import Scheduler
 from profiles.registry import Registry
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.errors import BusError, DecodeError
 from subjects.ids import base_name
-from subjects.messages import ControlReply, ControlRequest, DrainReplica, LoadModel, Override, OverrideKind, Overrides
+from subjects.messages import (
+    ControlReply,
+    ControlRequest,
+    DeclaredLoad,
+    DrainReplica,
+    LoadModel,
+    Override,
+    OverrideKind,
+    Overrides,
+)
 from tests.core.scheduler_world import record
 from tests.servers import NatsServer
 from tests.waiting import until
@@ -121,9 +129,9 @@ async def test_a_mode_is_set_and_taken_back(nats_server: NatsServer, tmp_path: P
         scheduler = await led(rig)
         await rig.apply(record("a"))
         assert (await rig.control("mode", {"model": "a", "mode": "advise"}))["mode"] == "advise"
-        assert scheduler.core.catalogue.mode(record("a").model_hash).value == "advise"
+        assert scheduler.core.catalogue.mode(record("a").deployment).value == "advise"
         assert (await rig.control("mode", {"model": "a", "mode": "default"}))["mode"] == "act"
-        assert scheduler.core.catalogue.mode(record("a").model_hash).value == "act"
+        assert scheduler.core.catalogue.mode(record("a").deployment).value == "act"
         await rig.control("lock", {"model": "a"})
         await rig.control("delete", {"model": "a"})
         assert scheduler.overrides.known.entries == ()
@@ -135,15 +143,15 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("lock", {"model": "nobody"}, "known models: a"),
     ("lock", {"device": "cpu7"}, "known devices: w/cpu0"),
     ("lock", {"replica": "r-9"}, "carpool get replicas"),
-    ("lock", {"model": 3}, "give its name"),
-    ("unlock", {"worker": ""}, "give its name"),
+    ("lock", {"model": 3}, "model: expected `str | null`, got `int`"),
+    ("unlock", {"worker": ""}, "worker: expected `str` of length >= 1"),
     ("unlock", {"model": "nobody"}, "is not applied"),
     ("drain", {"worker": "nobody"}, "known workers: w"),
-    ("drain", {"worker": "w", "bound_s": -1}, "give 0 to 3600 seconds"),
-    ("drain", {"worker": "w", "bound_s": "soon"}, "give a number of seconds"),
-    ("drain", {"worker": "w", "bound_s": True}, "give a number of seconds"),
+    ("drain", {"worker": "w", "bound_s": -1}, "bound_s: expected `float` >= 0.0"),
+    ("drain", {"worker": "w", "bound_s": 3601}, "bound_s: expected `float` <= 3600.0"),
+    ("drain", {"worker": "w", "bound_s": True}, "bound_s: expected `float | null`, got `bool`"),
     ("mode", {"model": "a", "mode": "dance"}, "is not one of observe, advise, act, default"),
-    ("explain", {}, "give a model"),
+    ("explain", {}, "missing required field `what`"),
     ("explain", {"what": "nobody"}, "no request id"),
     ("explain", {"what": "gateway-0123456789-7"}, "no gateway 'gateway-0123456789' runs"),
 ]
@@ -195,7 +203,7 @@ async def test_locks_outlive_the_bus_the_scheduler_and_each_other(nats_server: N
         await rig.end(first)
         second = await led(rig, "another")  # with an empty state directory of its own
         assert second.overrides.known == wanted
-        assert second.core.catalogue.locked(record("a").model_hash)
+        assert second.core.catalogue.locked(record("a").deployment)
         await rig.end(second)
         await rig.bus.kv_delete(names.LOCKS_BUCKET, "overrides")
         third = await led(rig, "another")
@@ -233,7 +241,7 @@ async def test_an_older_store_does_not_bring_a_lock_back(nats_server: NatsServer
         await until_stored(rig, scheduler.overrides.known)
         newer = Overrides(revision=9, entries=(lock,))
         await rig.bus.kv_put(names.LOCKS_BUCKET, "overrides", encode(newer))
-        await until(lambda: scheduler.core.catalogue._locks.get("a", False), "another scheduler's word is heard")
+        await until(lambda: "a" in scheduler.core.catalogue._locks, "another scheduler's word is heard")
         assert scheduler.overrides.known == newer
         await asyncio.sleep(0.2)
         assert scheduler.registry._registry.overrides() == newer
@@ -250,13 +258,13 @@ async def test_a_declared_event_is_kept_told_and_taken_back(nats_server: NatsSer
         row = {"event": "launch", "model": "a", "begin_unix_s": 4e9, "end_unix_s": 5e9, "factor": 3.0, "at_least": 0.0}
         assert await rig.control("get", {"what": "events"}) == [row]
         assert await rig.control("get", {"what": "locks"}) == []
-        declared = LoadDeclared("launch", 4e9, 5e9, "a", 3.0)
+        declared = DeclaredLoad(begin_unix_s=4e9, end_unix_s=5e9, model="a", factor=3.0)
         assert scheduler.core.catalogue.declared == {"launch": declared}
         standby = await rig.scheduler("standby")
         await until(lambda: standby.core.catalogue.declared == {"launch": declared}, "a standby knows it too")
         assert "later than now" in await refused(rig, "declare", argument | {"end_unix_s": 5.0})
         assert "how many times" in await refused(rig, "declare", argument | {"factor": 1.0})
         assert "not applied" in await refused(rig, "declare", argument | {"model": "b"})
-        assert "a name" in await refused(rig, "declare", argument | {"name": "a b"})
+        assert "name: expected `str` matching" in await refused(rig, "declare", argument | {"name": "a b"})
         assert (await rig.control("withdraw", {"name": "launch"}))["changed"] is True
         assert scheduler.core.catalogue.declared == {} and await rig.control("get", {"what": "events"}) == []

@@ -76,6 +76,7 @@ class Rig:
             self._sequence += 1
             demand = tuple(
                 ModelDemand(
+                    deployment=record(name).deployment,
                     model_hash=record(name).model_hash,
                     sla_class=SlaClass.SILVER,
                     lane=Lane.SMALL,
@@ -193,12 +194,12 @@ async def test_control_says_what_is_wrong(nats_server: NatsServer, tmp_path: Pat
         bad: list[tuple[str, bytes, str]] = [
             ("dance", b"{}", "unknown verb"),
             ("get", b"{", "get:"),
-            ("get", b"[]", "JSON object"),
+            ("get", b"[]", "expected `object`"),
             ("get", b'{"what": "weather"}', "is not one of models"),
             ("pin", b'{"model": "nobody"}', "is not applied"),
             ("apply", b'{"records": [{"name": "a"}]}', "missing required field"),
             ("apply", msgspec.json.encode({"records": [record("a b")]}), "cannot be a key"),
-            ("unload", b'{"model": 7}', "is not applied"),
+            ("unload", b'{"model": 7}', "model: expected `str`, got `int`"),
         ]
         for verb, argument, words in bad:
             payload = encode(ControlRequest(argument=argument))

@@ -24,11 +24,15 @@ import signal
 from collections import deque
 from typing import assert_never
 
+import msgspec
+
 from profiles.budget import with_kv
+from profiles.costs import engine_name
 from subjects.ids import DeviceId, OperationId, ReplicaId
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
+    CostsMeasured,
     DrainReplica,
     EvictKv,
     LoadModel,
@@ -54,6 +58,7 @@ from workers.control_messages import (
     EmptyPrefixes,
     Failed,
     Load,
+    Measured,
     Ping,
     Pong,
     Progress,
@@ -193,6 +198,7 @@ class AgentCore:
             epoch_seen=self._epoch_seen,
             host=self._settings.host,
             engines=self._settings.engines,
+            engine_versions=dict(self._settings.engine_versions),
             resizing=self._settings.resizing,
             devices=tuple(
                 self._ledger.report(device.device, self._resident_bytes(device.device)) for device in self._settings.devices
@@ -211,6 +217,7 @@ class AgentCore:
         return ReplicaReport(
             replica=replica.replica,
             model_hash=replica.record.model_hash,
+            deployment=replica.record.deployment,
             device=replica.device,
             state=replica.state,
             budget_bytes=self._ledger.charge_of(replica.replica, replica.device),
@@ -228,6 +235,7 @@ class AgentCore:
             preemptions=replica.preemptions,
             step_s=replica.step_s,
             hit_ratio=replica.hit_ratio if serves else None,
+            sums=replica.sums if serves else None,
             resizes_kv=serves and replica.resizes_kv,
         )
 
@@ -356,6 +364,7 @@ class AgentCore:
                     load_timeout_s=command.timeout_s,
                     state_since_s=now_s,
                     load_operation=command.operation,
+                    measure=command.measure,
                 )
                 assert replica.replica not in self._replicas, "an incarnation is never drawn twice"
                 operation.replica = replica.replica
@@ -532,7 +541,13 @@ class AgentCore:
         self._go_process(replica, Process.SPAWNING)
         self._go(now_s, replica, ReplicaState.LOADING)
         self._out.append(
-            SpawnReplica(replica=replica.replica, device=replica.device, record=replica.record, peers=replica.devices[1:])
+            SpawnReplica(
+                replica=replica.replica,
+                device=replica.device,
+                record=replica.record,
+                peers=replica.devices[1:],
+                measure=replica.measure,
+            )
         )
         self._progressed(replica, "starting the process")
 
@@ -575,12 +590,15 @@ class AgentCore:
                 replica.preemptions = message.preemptions
                 replica.step_s = message.step_s
                 replica.hit_ratio = message.hit_ratio
+                replica.sums = message.sums
                 replica.counted_s = now_s
                 self._counters_changed |= counters != (replica.running, replica.kv_pages_free, replica.busy_s)
             case Drained():
                 self._drained(now_s, replica)
             case Changed():
                 self._was_changed(now_s, replica, message)
+            case Measured():
+                self._was_measured(replica, message)
             case Failed():
                 if replica.process is Process.RUNNING:
                     self._fail(now_s, replica, _one_line(message.detail))
@@ -641,6 +659,26 @@ class AgentCore:
         self._charge(replica)
         self._changed = True
         self._end(now_s, change.operation, failure)
+
+    def _was_measured(self, replica: Replica, message: Measured) -> None:
+        """Points that were taken while something else worked on its devices are marked."""
+        others = [
+            one for one in self._replicas.values() if one is not replica and not set(one.devices).isdisjoint(replica.devices)
+        ]
+        beside = any(one.running or one.state in LOAD_STATES for one in others)
+        kind = next((one.device_type for one in self._settings.devices if one.device == replica.device), "")
+        version = self._settings.engine_versions.get(replica.record.engine_type.value, "")
+        event = CostsMeasured(
+            worker=self._settings.worker,
+            replica=replica.replica,
+            model_hash=replica.record.model_hash,
+            deployment=replica.record.deployment,
+            device_type=kind,
+            engine=engine_name(replica.record.engine_type, version),
+            points=tuple(msgspec.structs.replace(point, beside=beside) for point in message.points),
+            whole=message.whole,
+        )
+        self._out.append(PublishEvent(event=event))
 
     def _change_timed_out(self, now_s: float, replica: Replica, change: PendingChange) -> None:
         """Nobody knows what it holds now: the larger budget stays charged, and one that fell asleep unheard is ended."""

@@ -154,4 +154,5 @@ class DeviceLedger:
             link=spec.link,
             contiguous_free_bytes=account.block_bytes if spec.needs_blocks else None,
             busy_s=account.busy_s,
+            threads=spec.threads,
         )

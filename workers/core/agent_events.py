@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
@@ -39,6 +40,8 @@ class Device:
     """Key into ``ModelRecord.costs``."""
     link: str = ""
     """Devices with an equal one can be spanned by one replica."""
+    threads: int = 0
+    """Of a CPU: what each replica may use."""
     needs_blocks: bool = False
     """Whether a replica's memory must be one run of addresses there (engines with arenas)."""
 
@@ -51,6 +54,7 @@ class AgentSettings:
     host: str
     devices: tuple[Device, ...]
     engines: tuple[EngineType, ...]
+    engine_versions: Mapping[str, str] = field(default_factory=dict)
     kv: bool = False
     """Whether a KV node belongs to this worker."""
     resizing: tuple[EngineType, ...] = ()
@@ -177,6 +181,7 @@ class SpawnReplica:
     record: ModelRecord
     peers: tuple[DeviceId, ...] = ()
     """The other devices that it spans."""
+    measure: bool = False
 
 
 @dataclass(frozen=True, slots=True)

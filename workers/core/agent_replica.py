@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from subjects.ids import DeviceId, OperationId, ReplicaId
-from subjects.messages import ModelRecord, OperationEnded, ReplicaState
+from subjects.messages import ModelRecord, OperationEnded, ReplicaState, StepSums
 
 PING_UNANSWERED_S = 2.0
 """A serving replica that leaves a ping unanswered this long is killed."""
@@ -111,6 +111,8 @@ class Replica:
     preemptions: int = 0
     step_s: float = 0.0
     hit_ratio: float | None = None
+    sums: StepSums | None = None
+    measure: bool = False
     memory_bytes: int = 0
     progress: float = 0.0
     detail: str = ""

@@ -105,11 +105,11 @@ class HeldRequest:
             attempt=first.attempt,
             endpoint=first.endpoint,
             body=b"".join(part.body for part in self.parts),
-            prompt_token_ids=tuple(token_id for part in self.parts for token_id in part.prompt_token_ids),
             sent_token_ids=first.sent_token_ids,
             cache_salt=first.cache_salt,
             max_tokens=first.max_tokens,
             adapter=first.adapter,
+            options=first.options,
         )
 
     def fault_of(self, delta: Delta) -> str:

@@ -24,8 +24,10 @@ from typing import Literal, assert_never
 
 import msgspec
 
+from profiles.costs import sums_of, work_s
+from profiles.estimate import SIMULATED
 from subjects.ids import RequestId
-from subjects.messages import Delta, Endpoint, Failure, FailureKind, Usage
+from subjects.messages import Delta, Endpoint, Failure, FailureKind, StepCosts, StepSums, Usage
 from workers.core.embeddings import EncodingFormat, embedding_deltas, write_vector
 
 CHOICES_MAX = 128
@@ -100,11 +102,11 @@ class SimulatedProfile:
     max_context_len: int = 8192
     mode: Literal["hash", "instant"] = "hash"
     """``hash`` takes the profile's time; ``instant`` takes none. Tokens are hashes in both."""
-    prefill_token_s: float = 62e-6
-    prefill_token2_s: float = 6e-11
-    step_const_s: float = 12.6e-3
-    step_request_s: float = 130e-6
-    step_context_token_s: float = 0.26e-6
+    prefill_token_s: float = SIMULATED.prefill_token_s
+    prefill_token2_s: float = SIMULATED.prefill_token2_s
+    step_const_s: float = SIMULATED.step_const_s
+    step_request_s: float = SIMULATED.step_request_s
+    step_context_token_s: float = SIMULATED.step_context_token_s
     time_scale: float = 1.0
     """Multiplies all step times."""
     chunk_tokens: int = 2048
@@ -144,6 +146,12 @@ class SimulatedProfile:
             raise ValueError("fail_rate must be from 0 to 1")
         if self.mode not in ("hash", "instant"):
             raise ValueError(f"mode {self.mode!r}: use 'hash' or 'instant'")
+
+    @property
+    def costs(self) -> StepCosts:
+        """What steps take."""
+        scale = self.time_scale
+        return StepCosts(**{part: scale * getattr(self, part) for part in StepCosts.__struct_fields__})
 
 
 _OPTION_KINDS: dict[str, type] = {
@@ -266,7 +274,6 @@ def parse_request(
     attempt: int,
     endpoint: Endpoint,
     body: bytes,
-    prompt_token_ids: tuple[int, ...] = (),
     sent_token_ids: tuple[int, ...] = (),
     max_tokens: int = 0,
 ) -> SimulatedRequest | Failure:
@@ -298,7 +305,7 @@ def parse_request(
     return SimulatedRequest(
         request=request,
         attempt=attempt,
-        input_tokens=len(prompt_token_ids) or input_tokens,
+        input_tokens=input_tokens,
         tokens=asked if script.tokens is None else max(0, min(asked, script.tokens)),
         max_tokens=asked,
         choices=choices,
@@ -463,6 +470,7 @@ class _Step:
     prefills: tuple[tuple[_Sequence, int], ...]
     """Sequences and the tokens of them that this step prefills."""
     decodes: tuple[_Sequence, ...]
+    does: StepSums
 
 
 class SimulatedCore:
@@ -470,6 +478,7 @@ class SimulatedCore:
 
     def __init__(self, profile: SimulatedProfile) -> None:
         self.profile = profile
+        self._costs = profile.costs
         self.kv_pages = profile.kv_pages
         """All pages, free or not."""
         self._sequences: dict[tuple[RequestId, int], _Sequence] = {}
@@ -488,6 +497,8 @@ class SimulatedCore:
         """Time in which steps ran."""
         self.step_s = 0.0
         """Running mean of a step's time."""
+        self.sums = StepSums()
+        """Of all steps."""
 
     # ---- reads
 
@@ -608,8 +619,9 @@ class SimulatedCore:
                 decodes.append(sequence)
         # Preemption takes the youngest, so it can take one that was not picked yet, never one that was.
         if decodes or prefills:
-            duration_s = self._duration_s(decodes, prefills)
-            self._step = _Step(start_s + duration_s, duration_s, tuple(prefills), tuple(decodes))
+            does = self._does(decodes, prefills)
+            duration_s = 0.0 if self.profile.mode == "instant" else work_s(self._costs, does)
+            self._step = _Step(start_s + duration_s, duration_s, tuple(prefills), tuple(decodes), does)
 
     def _admit(self) -> None:
         """First come, first served: the head waits for its slot and pages, and nobody overtakes it."""
@@ -648,20 +660,24 @@ class SimulatedCore:
         sequence.pages = 0
         sequence.running = False
 
-    def _duration_s(self, decodes: list[_Sequence], prefills: list[tuple[_Sequence, int]]) -> float:
-        profile = self.profile
-        if profile.mode == "instant":
-            return 0.0
-        batch = sum(sequence.asked.choices for sequence in decodes)
-        context = sum(sequence.context for sequence in decodes)
-        total_s = profile.step_const_s + profile.step_request_s * batch + profile.step_context_token_s * context
+    @staticmethod
+    def _does(decodes: list[_Sequence], prefills: list[tuple[_Sequence, int]]) -> StepSums:
+        prompt_tokens = prompt_tokens2 = 0
         for sequence, tokens in prefills:
             done = sequence.context - sequence.prefill_left
-            total_s += profile.prefill_token_s * tokens + profile.prefill_token2_s * ((done + tokens) ** 2 - done**2)
-        return total_s * profile.time_scale
+            prompt_tokens += tokens
+            prompt_tokens2 += (done + tokens) ** 2 - done**2
+        return StepSums(
+            steps=1,
+            prompt_tokens=prompt_tokens,
+            prompt_tokens2=prompt_tokens2,
+            requests=sum(sequence.asked.choices for sequence in decodes),
+            context_tokens=sum(sequence.context for sequence in decodes),
+        )
 
     def _end_step(self, ended: _Step) -> list[SimulatedCommand]:
         self.busy_s += ended.duration_s
+        self.sums = sums_of(self.sums, ended.does, ended.duration_s)
         self.step_s += (ended.duration_s - self.step_s) * (STEP_SMOOTHING if self.step_s else 1.0)
         ready: list[_Sequence] = []
         for sequence, tokens in ended.prefills:

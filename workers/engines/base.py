@@ -6,13 +6,13 @@ loop. Its own threads stay behind it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Adapter, Delta, Endpoint, SlaClass
+from subjects.messages import Adapter, Delta, Endpoint, SlaClass, StepSums
 
 TEST_ENVIRONMENTS = ("test", "load-test", "benchmark")
 """Values of ``X-Environment`` whose requests are no real traffic."""
@@ -45,12 +45,13 @@ class EngineRequest:
     endpoint: Endpoint
     body: bytes
     kv_pages_needed: int
-    prompt_token_ids: tuple[int, ...] = ()
     sent_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     max_tokens: int = 0
     adapter: Adapter | None = None
     """The LoRA adapter that answers; None: the base model."""
+    options: Mapping[str, str | int | float | bool] | None = None
+    """How its answer is parsed (``profiles.deployment.PARSING_OPTIONS``); None: as the model's record has it."""
     tenant: str = ""
     sla_class: SlaClass = SlaClass.SILVER
     chain_id: str = ""
@@ -72,6 +73,8 @@ class EngineLoad:
     """Running mean of a step's time."""
     hit_ratio: float | None = None
     """Share of the last prompts' tokens that were found in the prefix cache; None where too few are known."""
+    sums: StepSums | None = None
+    """Of all steps since the start; None where it does not tell."""
 
 
 class PrefixHits:

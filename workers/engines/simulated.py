@@ -74,11 +74,6 @@ class SimulatedEngine:
         self._wake = asyncio.Event()
         self._stopped = False
 
-    @property
-    def aborts(self) -> int:
-        """Aborts that reached a request which waited or ran."""
-        return self._core.aborted
-
     async def start(self) -> EngineInfo:
         """Takes ``load_s``, then fails or is ready as the options say."""
         await asyncio.sleep(self.profile.load_s)
@@ -133,7 +128,6 @@ class SimulatedEngine:
             attempt=request.attempt,
             endpoint=request.endpoint,
             body=request.body,
-            prompt_token_ids=request.prompt_token_ids,
             sent_token_ids=request.sent_token_ids,
             max_tokens=request.max_tokens,
         )
@@ -183,7 +177,9 @@ class SimulatedEngine:
     def load(self) -> EngineLoad:
         """The core's own counters."""
         core = self._core
-        return EngineLoad(core.running, core.waiting, core.kv_pages_free, core.busy_s, core.preempted, core.step_s)
+        return EngineLoad(
+            core.running, core.waiting, core.kv_pages_free, core.busy_s, core.preempted, core.step_s, sums=core.sums
+        )
 
     async def resize_kv(self, kv_bytes: int) -> int:
         """Takes or gives pages at once; pages in use cannot go."""

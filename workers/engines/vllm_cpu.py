@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from profiles.costs import sums_of
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Adapter, Delta, Task
+from subjects.messages import Adapter, Delta, StepSums, Task
 from workers.core.held_request import Key
 from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
@@ -66,6 +67,9 @@ class VllmEngine(FixedEngine):
         self._kv_pages = 0
         self._busy_s = 0.0
         self._step_s = 0.0
+        self._planned = StepSums()
+        """What the step that runs does."""
+        self._sums = StepSums()
         self._hits = PrefixHits()
 
     async def start(self) -> EngineInfo:
@@ -126,6 +130,7 @@ class VllmEngine(FixedEngine):
             kv_pages_free=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             busy_s=self._busy_s,
             step_s=self._step_s,
+            sums=self._sums,
             hit_ratio=self._hits.ratio,
         )
 
@@ -271,6 +276,7 @@ class VllmEngine(FixedEngine):
             self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
         self._kv_pages = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         self._engine, self._scheduler = engine, scheduler
+        self._hook_steps()
         self._hook_loads()
         return EngineInfo(
             slots=self._record.max_num_seqs,
@@ -280,6 +286,19 @@ class VllmEngine(FixedEngine):
             gives_token_ids=True,
             continues=not self._embeds and uses_fast_detokenizer(engine.get_tokenizer()),
         )
+
+    def _hook_steps(self) -> None:
+        """Notes what each step does when vLLM plans it."""
+        from workers.engines.vllm_turns import planned
+
+        schedule = self._scheduler.schedule
+
+        def plan(*arguments: Any, **named: Any) -> Any:
+            output = schedule(*arguments, **named)
+            self._planned = planned(output, self._scheduler.requests)
+            return output
+
+        self._scheduler.schedule = plan
 
     def _hook_loads(self) -> None:
         """A load of KV that is over wakes the thread, which sleeps while nothing else is to be done."""
@@ -306,6 +325,8 @@ class VllmEngine(FixedEngine):
         took_s = time.monotonic() - began_s
         self._busy_s += took_s
         self._step_s += (took_s - self._step_s) * (STEP_SMOOTHING if self._step_s else 1.0)
+        if self._planned.steps:
+            self._sums = sums_of(self._sums, self._planned, took_s)
         if self._kv is not None:
             self._kv.speed.took(self._prompt_tokens(), took_s)
         deltas: list[Delta] = []

@@ -12,7 +12,7 @@ those that decode before those that are partly prefilled, so that each of them h
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from profiles.costs import chunk_tokens
-from subjects.messages import ModelRecord
+from subjects.messages import ModelRecord, StepSums
 from workers.core.young import STEP_TOKENS_MAX, YoungAnswers
 from workers.spec import ReplicaSpec
 from workers.turns import DeviceTurns
@@ -55,6 +55,27 @@ def _least_tokens(record: ModelRecord) -> int:
     """What half a time per token prefills; without measured costs whatever a step takes."""
     tpot_s = record.sla.tpot_ms / 1000
     return min((chunk_tokens(costs, tpot_s) for costs in record.costs.values()), default=STEP_TOKENS_MAX)
+
+
+def planned(output: Any, requests: Mapping[str, Any]) -> StepSums:
+    """What a step that vLLM's scheduler has just planned will do; ``requests`` are the scheduler's."""
+    prompt_tokens = prompt_tokens2 = decoding = context_tokens = 0
+    for name, tokens in output.num_scheduled_tokens.items():
+        request = requests[name]
+        end = request.num_computed_tokens
+        if tokens == 1 and end > request.num_prompt_tokens:
+            decoding += 1
+            context_tokens += end
+        else:
+            prompt_tokens += tokens
+            prompt_tokens2 += end * end - (end - tokens) ** 2
+    return StepSums(
+        steps=1 if output.total_num_scheduled_tokens else 0,
+        prompt_tokens=prompt_tokens,
+        prompt_tokens2=prompt_tokens2,
+        requests=decoding,
+        context_tokens=context_tokens,
+    )
 
 
 class TurnTakingScheduler(Scheduler):  # type: ignore[misc]  # vLLM comes without types

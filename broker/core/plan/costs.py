@@ -16,15 +16,16 @@ from enum import Enum
 
 import msgspec
 
-from broker.core.pool.state import Device, Pool, Replica
-from profiles.costs import fit_costs, median_error, sums_between, work_s
+from broker.core.pool.state import Device, Pool
+from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
 from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
-from subjects.ids import ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import (
     CostPoint,
     CostsMeasured,
     EngineType,
     KeptCosts,
+    ModelDemand,
     ModelRecord,
     ReplicaReport,
     ReplicaState,
@@ -51,6 +52,11 @@ ERROR_STEPS = 1000
 MEASURED_BATCH_MAX = 8
 """What replicas measure by themselves goes up to this batch; ``carpool profile`` asks for more."""
 POINTS_MAX = 96
+SERVER = "server"
+"""In place of a kind of device, for engines behind a URL: what they compute is no device's of this pool, so plans count next
+to nothing for them, and their times are what answers tell."""
+SERVED_TOKENS = 20_000
+"""About so many of the last answers' tokens tell of them."""
 
 
 class Source(Enum):
@@ -68,17 +74,13 @@ Key = tuple[str, str, int]
 """Deployment, kind of device, devices of a replica."""
 
 
-def deployment_of(record: ModelRecord) -> str:
-    """What costs are kept for."""
-    return record.model_hash
-
-
 @dataclass(slots=True)
 class Account:
     """What is known of one deployment on one kind of device."""
 
     kept: KeptCosts | None = None
     fitted: StepCosts | None = None
+    """As kept, or of a server as its answers tell."""
     ratio: float = 1.0
     """Running mean over steps of the time that they took, over what the costs say without correction."""
     correction: float = 1.0
@@ -88,14 +90,17 @@ class Account:
     """Since when the ratio says that the measurement is wrong; infinite: it does not."""
     deviates: bool = False
     """Whether that has lasted."""
+    served: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
     windows: deque[StepSums] = field(default_factory=deque)
     """The last that happened, of ``ERROR_STEPS`` steps or a little more."""
     window_steps: int = 0
 
-    def restart(self, correction: float = 1.0) -> None:
-        """The costs below it are others now."""
-        self.ratio = self.correction = correction
-        self.steps = 0
+    def restart(self) -> None:
+        """The costs are others now: what happened so far says nothing of them."""
+        self.ratio = self.correction = 1.0
+        self.steps = self.window_steps = 0
+        self.windows.clear()
         self.off_since_s = math.inf
         self.deviates = False
 
@@ -126,11 +131,11 @@ class CostBook:
         self._pool = pool
         self._accounts: dict[Key, Account] = {}
         self._sums: dict[WorkerId, dict[ReplicaId, StepSums]] = {}
-        self._filled: dict[ModelHash, tuple[ModelRecord, int, ModelRecord]] = {}
+        self._filled: dict[DeploymentKey, tuple[ModelRecord, int, ModelRecord]] = {}
         self._devices: list[Device] | None = None
         self._kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
-        self._profiled: dict[str, tuple[float, int]] = {}
-        """Deployments of which somebody wants whole curves: until when, and up to which batch."""
+        self._profiled: dict[DeploymentKey, tuple[float, int]] = {}
+        """Models of which somebody wants whole curves: until when, and up to which batch."""
         self.news = 0
         """Grows whenever plans should go by other costs."""
         self.unix_offset_s = 0.0
@@ -143,9 +148,11 @@ class CostBook:
         if given is not None:
             return given, Source.GIVEN
         self._look_at_kinds()
+        account = self._accounts.get(_key(record, device_type))
+        if device_type == SERVER and account is not None and account.fitted is not None:
+            return account.fitted, Source.MEASURED
         if record.engine_type is not EngineType.VLLM:
             return self._estimate(record, device_type), Source.GIVEN
-        account = self._accounts.get(_key(record, device_type))
         base, source = self._base(record, device_type, account)
         if account is None:
             return base, source
@@ -157,29 +164,25 @@ class CostBook:
     def filled(self, record: ModelRecord) -> ModelRecord:
         """The record with costs for every kind of device here that has its engine. The same object as long as they are."""
         self._look_at_kinds()
-        known = self._filled.get(record.model_hash)
+        known = self._filled.get(record.deployment)
         if known is not None and known[0] is record and known[1] == self.news:
             return known[2]
         costs = dict(record.costs)
         for kind, (_, engines) in self._kinds.items():
             if engines is None or record.engine_type in engines:
                 costs[kind] = self.costs_of(record, kind)[0]
-        filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
-        self._filled[record.model_hash] = (record, self.news, filled)
+        if known is not None and known[0] is record and known[2].costs == costs:
+            filled = known[2]
+        else:
+            filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
+        self._filled[record.deployment] = (record, self.news, filled)
         return filled
-
-    def priced(self, record: ModelRecord) -> bool:
-        """Whether costs are known where it could run here."""
-        costs = self.filled(record).costs
-        return any(kind in costs for kind in self._kinds)
 
     def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
         """Without correction."""
         if record.costs.get(device_type) is not None:
             return record.costs[device_type], Source.GIVEN
-        if account is not None and account.kept is not None and account.kept.points:
-            if account.fitted is None:  # The registry may be read after what was kept.
-                account.fitted = fit_costs(account.kept.points, self._from_elsewhere(record, device_type))
+        if account is not None and account.fitted is not None:
             return account.fitted, Source.MEASURED
         return self._from_elsewhere(record, device_type), Source.ESTIMATED
 
@@ -189,7 +192,7 @@ class CostBook:
         if record.engine_type is not EngineType.VLLM:
             return here
         measured = {kind: costs for kind, costs in record.costs.items() if kind != device_type}
-        deployment = deployment_of(record)
+        deployment = record.deployment
         for (whose, kind, gpus), account in self._accounts.items():
             if (whose, gpus) == (deployment, record.gpus) and kind != device_type and account.fitted is not None:
                 measured.setdefault(kind, account.fitted)
@@ -225,23 +228,28 @@ class CostBook:
 
     def measured(self, now_s: float, event: CostsMeasured, record: ModelRecord) -> KeptCosts | None:
         """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
-        points = tuple(point for point in event.points if point.sums.busy_s > 0)
-        if not points:
-            return None
+        points = tuple(point for point in event.points if is_sane(point.sums))
         account = self._account(_key(record, event.device_type))
         old = account.kept
         anew = old is None or account.deviates or old.engine != event.engine
+        if not points and (anew or not event.whole):
+            return None
         cells = {} if anew or old is None else {_cell(point): point for point in old.points}
         for point in points:
             known = cells.get(_cell(point))
-            if known is None or known.beside or not point.beside:
+            if known is None or (known.beside and not point.beside):
                 cells[_cell(point)] = point
+            elif known.beside or not point.beside:  # Another round: they weigh alike.
+                cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
+        taken = tuple(cells.values())[-POINTS_MAX:]
+        self._look_at_kinds()
         kept = KeptCosts(
-            deployment=deployment_of(record),
+            deployment=record.deployment,
             device_type=event.device_type,
             gpus=record.gpus,
             engine=event.engine,
-            points=tuple(cells.values())[-POINTS_MAX:],
+            costs=fit_costs(taken, self._from_elsewhere(record, event.device_type)) if points or old is None else old.costs,
+            points=taken,
             whole=event.whole or (not anew and old is not None and old.whole),
             at_unix_s=now_s + self.unix_offset_s,
         )
@@ -256,8 +264,8 @@ class CostBook:
                 self._take(account, kept)
 
     def _take(self, account: Account, kept: KeptCosts) -> None:
-        account.kept, account.fitted = kept, None
-        account.restart(kept.correction)
+        account.kept, account.fitted = kept, kept.costs
+        account.restart()
         self.news += 1
 
     def _account(self, key: Key) -> Account:
@@ -269,7 +277,7 @@ class CostBook:
     # ------------------------------------------------------------------------------------------------------ corrected live
 
     def observe(
-        self, now_s: float, snapshot: WorkerSnapshot, records: Mapping[ModelHash, ModelRecord]
+        self, now_s: float, snapshot: WorkerSnapshot, records: Mapping[DeploymentKey, ModelRecord]
     ) -> list[tuple[ModelRecord, str, Account]]:
         """Takes what engines say of their steps; returns whose costs have just turned out to be wrong for good."""
         kinds = {device.device: device.device_type for device in snapshot.devices}
@@ -285,8 +293,8 @@ class CostBook:
                 known[replica.replica] = last
                 continue
             known[replica.replica] = replica.sums
-            record = records.get(replica.model_hash)
-            if record is None or window.steps <= 0 or window.busy_s <= 0 or _has_company(replica, snapshot.replicas):
+            record = records.get(replica.deployment)
+            if record is None or not is_sane(window) or _has_company(replica, snapshot.replicas):
                 continue
             kind = kinds.get(replica.device, "")
             account = self._account(_key(record, kind))
@@ -319,34 +327,57 @@ class CostBook:
         account.deviates = account.deviates or lasts
         return newly
 
+    def served(self, rows: Iterable[ModelDemand], records: Mapping[DeploymentKey, ModelRecord]) -> None:
+        """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
+        for row in rows:
+            record = records.get(row.deployment)
+            if record is None or record.engine_type is not EngineType.OPENAI_HTTP or row.output_tokens <= row.finished:
+                continue
+            if not 0 <= row.ttft_s_sum <= row.latency_s_sum < math.inf:
+                continue
+            account = self._account(_key(record, SERVER))
+            steps = row.output_tokens - row.finished
+            new = (row.ttft_s_sum, float(row.input_tokens), row.latency_s_sum - row.ttft_s_sum, float(steps))
+            fade = 0.5 ** (steps / SERVED_TOKENS)
+            first_s, prompt_tokens, rest_s, rest = (fade * old + more for old, more in zip(account.served, new, strict=True))
+            account.served = (first_s, prompt_tokens, rest_s, rest)
+            account.steps += steps
+            account.fitted = StepCosts(prefill_token_s=first_s / max(1.0, prompt_tokens), step_const_s=rest_s / rest)
+
     # ------------------------------------------------------------------------------------------------ what to measure next
 
-    def profile(self, record: ModelRecord, until_s: float, batch_max: int) -> None:
-        """Somebody wants whole curves of a model; ``until_s`` in the past: no longer."""
-        self._profiled[deployment_of(record)] = (until_s, batch_max)
+    def profile(self, now_s: float, deployment: DeploymentKey, for_s: float, batch_max: int) -> None:
+        """Somebody wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
+        known = self._profiled.get(deployment)
+        if for_s and (known is None or known[0] <= now_s):
+            for (whose, _, _), account in self._accounts.items():
+                if whose == deployment and account.kept is not None:
+                    account.kept = msgspec.structs.replace(account.kept, whole=False)
+        self._profiled[deployment] = (now_s + for_s, batch_max)
 
-    def to_load(self, record: ModelRecord, worker: WorkerId, device_type: str) -> bool:
+    def to_load(self, record: ModelRecord, worker: WorkerId, device: DeviceId) -> bool:
         """Whether a replica that is loaded there should measure before it serves."""
-        account = self._accounts.get(_key(record, device_type))
-        return self._measures(record, device_type) and not _has(account, self._engine(worker, record))
+        kind = self._kind(worker, device)
+        account = self._accounts.get(_key(record, kind))
+        return self._measures(record, kind) and not _has(account, self._engine(worker, record))
 
-    def to_measure(self, now_s: float, records: Mapping[ModelHash, ModelRecord]) -> dict[ReplicaId, int]:
+    def to_measure(self, now_s: float, records: Mapping[DeploymentKey, ModelRecord]) -> dict[ReplicaId, int]:
         """Who should measure in idle moments, and up to which batch: one replica of each deployment and kind."""
         self._profiled = {whose: asked for whose, asked in self._profiled.items() if asked[0] > now_s}
         found: dict[ReplicaId, int] = {}
         taken: set[Key] = set()
         for replica in self._pool.replicas_in_order():
-            record = records.get(replica.report.model_hash)
+            record = records.get(replica.report.deployment)
             if record is None or replica.dead or replica.report.state is not ReplicaState.READY:
                 continue
-            kind = self.kind_of(replica)
+            kind = self._kind(replica.worker, replica.report.device)
             key = _key(record, kind)
-            asked = self._profiled.get(key[0])
+            asked = self._profiled.get(record.deployment)
             if key in taken or not (asked or self._measures(record, kind)):
                 continue
             account = self._accounts.get(key)
-            lacks = not _has(account, self._engine(replica.worker, record)) or account is None or account.deviates
-            if asked or lacks or (account.kept is not None and not account.kept.whole):
+            done = account is not None and account.kept is not None and account.kept.whole and not account.deviates
+            if asked or not done or not _has(account, self._engine(replica.worker, record)):
                 found[replica.replica] = asked[1] if asked else MEASURED_BATCH_MAX
                 taken.add(key)
         return found
@@ -354,23 +385,25 @@ class CostBook:
     def _measures(self, record: ModelRecord, device_type: str) -> bool:
         return record.engine_type is EngineType.VLLM and device_type not in record.costs
 
-    def kind_of(self, replica: Replica) -> str:
-        """The kind of device that a replica is on."""
-        device = self._pool.device(replica.worker, replica.report.device)
-        return device.report.device_type if device is not None else ""
+    def _kind(self, worker: WorkerId, device: DeviceId) -> str:
+        known = self._pool.device(worker, device)
+        return known.report.device_type if known is not None else ""
 
     def _engine(self, worker: WorkerId, record: ModelRecord) -> str:
         known = self._pool.workers.get(worker)
-        snapshot = known.snapshot if known is not None else None
-        return engine_name(record.engine_type, snapshot.engine_versions) if snapshot is not None else ""
+        versions = known.snapshot.engine_versions if known is not None and known.snapshot is not None else {}
+        version = versions.get(record.engine_type.value)
+        return engine_name(record.engine_type, version) if version else ""
 
     # --------------------------------------------------------------------------------------------------------- for people
 
     def rows(self, record: ModelRecord) -> list[CostsRow]:
         """One for each kind of device here that the model could run on, and for each that it was measured on."""
-        filled = self.filled(record)
-        deployment = deployment_of(record)
-        kinds = dict.fromkeys(filled.costs) | dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
+        deployment = record.deployment
+        kinds = dict.fromkeys(self.filled(record).costs)
+        if record.engine_type is EngineType.OPENAI_HTTP:
+            kinds = {SERVER: None}
+        kinds |= dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
         rows = []
         for kind in sorted(kinds):
             costs, source = self.costs_of(record, kind)
@@ -395,14 +428,8 @@ class CostBook:
         return rows
 
 
-def engine_name(engine: EngineType, versions: Mapping[str, str]) -> str:
-    """Engine and version, as measurements are kept for."""
-    version = versions.get(engine.value, "")
-    return f"{engine.value}-{version}" if version else engine.value
-
-
 def _key(record: ModelRecord, device_type: str) -> Key:
-    return deployment_of(record), device_type, record.gpus
+    return record.deployment, device_type, record.gpus
 
 
 def _cell(point: CostPoint) -> tuple[int, int, bool]:

@@ -5,34 +5,31 @@ The caller prices each arrival (``observe(now_s, key, work_s)``) and tells at ea
 gap: nothing is learned from it, neither zero load nor the lump that was counted meanwhile.
 
 A forecast mixes simple ones (means over the last seconds to half an hour, a trend, the same time of earlier days and weeks),
-each weighted by how well it has lately done at that horizon for that key; ``series`` has the arithmetic. Bursts are told
-apart from the mean by quantiles of the work per short window over the last minutes. Pure, deterministic, bounded.
+each weighted by how well it has lately done at that horizon for that key; ``series`` has the arithmetic. All is bounded.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from broker.core.plan.series import SUSTAINED_S, WINDOW_S, Series, SeriesSettings, surge_share
-from subjects.ids import ModelHash
+from broker.core.plan.series import WINDOW_S, Series, surge_share
+from subjects.ids import DeploymentKey
 
-Key = tuple[ModelHash, int]
+Key = tuple[DeploymentKey, int]
 """A model and a length class (0 short, 1 medium, 2 long), or ``ALL_CLASSES``."""
 ALL_CLASSES = 3
-"""All length classes of a model together. Kept beside the classes, since the quantile of a sum is not a sum of quantiles;
-to be read only."""
+"""All length classes of a model together; to be read only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastSettings:
     """How much is remembered, in seconds."""
 
-    series: SeriesSettings = field(default_factory=SeriesSettings)
     gap_s: float = 5.0
     """Longer silence between two looks is a gap."""
     keys_max: int = 4096
-    """Series kept, ``ALL_CLASSES`` included: some 6 KB each, and 9 KB more once it has seen a day. The one without load for
+    """Series kept, ``ALL_CLASSES`` included: some 3 KB each, and 9 KB more once it has seen a day. The one without load for
     longest goes first."""
     events_max: int = 256
     """Declared events kept; what is over goes first, then the one that ends last."""
@@ -46,24 +43,11 @@ class Forecast:
 
     mean: float
     """Expected average from now to the horizon."""
-    p95: float
-    """Of the work per window of one second within the horizon, as a rate; so too ``p99``, and ``peak``, which is the largest
-    of the last minutes, moved to the level expected."""
-    p99: float
-    peak: float
-    sustained_p95: float
-    """Of the work per ten seconds: what a queue that may wait for seconds must carry."""
-    sustained_p99: float
     error: float
     """Root mean square error that the mean has lately had at this horizon."""
-    surging: bool
-    """The last seconds lie far above what noise explains; the mean then follows them at once."""
-    observed_s: float
-    """How long this key has been observed; a new one's forecast rests on little."""
 
 
-_ANSWERS_MAX = 16
-NOTHING = Forecast(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, False, 0.0)
+NOTHING = Forecast(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +61,7 @@ class DeclaredEvent:
     name: str
     begin_s: float
     end_s: float
-    model_hash: ModelHash | None = None
+    deployment: DeploymentKey | None = None
     """None: every model."""
     factor: float = 1.0
     at_least: float = 0.0
@@ -92,8 +76,6 @@ class Forecaster:
         """Added to the scheduler's clock it gives wall-clock time: where in the day a moment lies."""
         self._series: dict[Key, Series] = {}
         self._events: dict[str, DeclaredEvent] = {}
-        self._answers: dict[Key, tuple[int, dict[float, Forecast]]] = {}
-        """By the number of closed windows: within a second the answer to a question stays the same, events apart."""
         self._heard_s: float | None = None
         self._turn: list[Key] = []
 
@@ -139,19 +121,7 @@ class Forecaster:
         series = self._settled(now_s, key)
         if series is None:
             at_least = self._at_least(now_s, now_s + horizon_s, key) if self._events else 0.0
-            return _flat(at_least) if at_least else NOTHING
-        if self._events:
-            return self._answer(now_s, key, horizon_s, series)
-        windows, answers = self._answers.get(key, (-1, {}))
-        if windows != series.windows or len(answers) >= _ANSWERS_MAX:
-            answers = {}
-            self._answers[key] = (series.windows, answers)
-        forecast = answers.get(horizon_s)
-        if forecast is None:
-            forecast = answers[horizon_s] = self._answer(now_s, key, horizon_s, series)
-        return forecast
-
-    def _answer(self, now_s: float, key: Key, horizon_s: float, series: Series) -> Forecast:
+            return Forecast(at_least, 0.0)
         mean, error = series.mix(horizon_s, 0.0, horizon_s, self.unix_offset_s)
         surge = series.surge()
         if surge is not None:
@@ -160,24 +130,7 @@ class Forecaster:
             factor = self._factor(now_s, now_s + horizon_s, key[0])
             error *= factor
             mean = max(mean * factor, self._at_least(now_s, now_s + horizon_s, key))
-        bursts, sustained = series.bursts, series.sustained
-        level = bursts.mean()
-        # The spread of a sum of independent requests grows with the root of their rate.
-        spread = math.sqrt(mean / level) if level > 0.0 else 0.0
-        steady = sustained.mean() / SUSTAINED_S
-        return Forecast(
-            mean=mean,
-            p95=mean + math.hypot(spread * max(0.0, bursts.quantile(0.95) - level), 1.64 * error),
-            p99=mean + math.hypot(spread * max(0.0, bursts.quantile(0.99) - level), 2.33 * error),
-            peak=mean + math.hypot(spread * max(0.0, bursts.quantile(1.0) - level), 2.33 * error),
-            sustained_p95=mean
-            + math.hypot(spread * max(0.0, sustained.quantile(0.95) / SUSTAINED_S - steady), 1.64 * error),
-            sustained_p99=mean
-            + math.hypot(spread * max(0.0, sustained.quantile(0.99) / SUSTAINED_S - steady), 2.33 * error),
-            error=error,
-            surging=surge is not None,
-            observed_s=float(series.windows * WINDOW_S),
-        )
+        return Forecast(mean, error)
 
     def rate_at(self, now_s: float, key: Key, ahead_s: float) -> float:
         """The expected rate at one moment, ``ahead_s`` from now: what a replica that is ready then will meet."""
@@ -223,11 +176,10 @@ class Forecaster:
         """Takes a declared event back; an unknown name is ignored."""
         self._events.pop(name, None)
 
-    def forget(self, model_hash: ModelHash) -> None:
+    def forget(self, deployment: DeploymentKey) -> None:
         """Drops what is known of a model that is gone."""
-        for key in [key for key in self._series if key[0] == model_hash]:
+        for key in [key for key in self._series if key[0] == deployment]:
             del self._series[key]
-            self._answers.pop(key, None)
 
     # ---------------------------------------------------------------------------------------------------------- private
 
@@ -238,8 +190,7 @@ class Forecaster:
         if len(self._series) >= self.settings.keys_max:
             longest = min(self._series, key=lambda item: (self._series[item].last_load, item))
             del self._series[longest]
-            self._answers.pop(longest, None)
-        series = self._series[key] = Series(self.settings.series, window)
+        series = self._series[key] = Series(window)
         return series
 
     def _settled(self, now_s: float, key: Key) -> Series | None:
@@ -258,11 +209,11 @@ class Forecaster:
             series.restart(window + WINDOW_S)  # Of the window that runs only the end was heard.
         self._heard_s = now_s
 
-    def _factor(self, begin_s: float, end_s: float, model_hash: ModelHash) -> float:
+    def _factor(self, begin_s: float, end_s: float, deployment: DeploymentKey) -> float:
         """The product of the events' factors, each by the share of the time in which it lasts."""
         factor = 1.0
         for event in self._events.values():
-            if event.model_hash is None or event.model_hash == model_hash:
+            if event.deployment is None or event.deployment == deployment:
                 factor *= 1.0 + (event.factor - 1.0) * _share(event, begin_s, end_s)
         return factor
 
@@ -274,14 +225,10 @@ class Forecaster:
             (
                 event.at_least * _share(event, begin_s, end_s)
                 for event in self._events.values()
-                if event.model_hash is None or event.model_hash == key[0]
+                if event.deployment is None or event.deployment == key[0]
             ),
             default=0.0,
         )
-
-
-def _flat(rate: float) -> Forecast:
-    return Forecast(rate, rate, rate, rate, rate, rate, 0.0, False, 0.0)
 
 
 def _share(event: DeclaredEvent, begin_s: float, end_s: float) -> float:

@@ -3,10 +3,10 @@
 The capacity profile says how long things take on a *kind* of device. Devices of one kind differ: one throttles, one has a
 bad link, one shares a power supply. Every five minutes what was seen in that time, per pair of model and device, is an
 example: the logarithm of time taken over time predicted, less what the model takes longer everywhere (no device's fault),
-against who and where, arrival rate, temperature and link use. A linear model trained by FTRL-Proximal (McMahan et al. 2013;
+against who and where, and arrival rate. A linear model trained by FTRL-Proximal (McMahan et al. 2013;
 the library is ``river``) gives each pair a factor; routing prefers low ones (``prospects``), placement does not ask yet.
 
-Off by default and switchable at any time. Bounded: names are hashed into a fixed number of weights, examples wait in a
+Bounded: names are hashed into a fixed number of weights, examples wait in a
 bounded queue and are learned a few per look. Old examples fade. Deterministic: the same calls give the same factors.
 """
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from broker.core.pool.catalogue import DeviceKey
-from subjects.ids import ModelHash
+from subjects.errors import ConfigError
+from subjects.ids import DeploymentKey
 
 PERIOD_S = 300.0
 WEIGHTS_MAX = 1 << 14
-_TEMPERATURE_MIDDLE_C, _TEMPERATURE_SPAN_C = 60.0, 20.0
 _RATIO_MAX = 4.0
 
 
@@ -32,7 +32,6 @@ _RATIO_MAX = 4.0
 class LearningSettings:
     """How fast it learns, and how far it may go."""
 
-    on: bool = False
     period_s: float = PERIOD_S
     alpha: float = 0.1
     beta: float = 0.1
@@ -49,19 +48,6 @@ class LearningSettings:
     """Fewer observations in a period make no example."""
 
 
-@dataclass(frozen=True, slots=True)
-class Signs:
-    """What else is known of a device and of a model's load on it. None where nobody measures it."""
-
-    arrival_rps: float = 0.0
-    temperature_c: float | None = None
-    link_use: float | None = None
-    """Share of its link's bandwidth in use, from 0 to 1."""
-
-
-_NO_SIGNS = Signs()
-
-
 @dataclass(slots=True)
 class _Seen:
     log_sum: float = 0.0
@@ -69,34 +55,28 @@ class _Seen:
 
 
 class DeviceScores:
-    """Factors of (model, device). Making one that is on imports ``river``, which takes seconds: do it before leading."""
+    """Factors of (model, device). Making one imports ``river``, which takes seconds: do it before leading."""
 
     def __init__(self, settings: LearningSettings | None = None) -> None:
         self.settings = settings or LearningSettings()
-        self.on = self.settings.on
-        self._model: Any = self._new_model() if self.on else None
-        self._seen: dict[tuple[ModelHash, DeviceKey], _Seen] = {}
-        self._signs: dict[tuple[ModelHash, DeviceKey], Signs] = {}
+        self._model: Any = self._new_model()
+        self._seen: dict[tuple[DeploymentKey, DeviceKey], _Seen] = {}
+        self._rates: dict[tuple[DeploymentKey, DeviceKey], float] = {}
+        """Arrivals per second when it was last observed."""
         self._period_end_s: float | None = None
-        self._everywhere: dict[ModelHash, float] = {}
+        self._everywhere: dict[DeploymentKey, float] = {}
         """By model the running mean of its logarithms over all devices."""
         self._examples: deque[tuple[dict[str, float], float, float]] = deque(maxlen=self.settings.examples_max)
         self.learned = 0
         """Examples so far, each pass counted."""
 
-    def switch(self, on: bool) -> None:
-        """Switches learning on or off. Off: every factor is 1 and nothing is counted; what was learned is kept."""
-        self.on = on
-        if on and self._model is None:
-            self._model = self._new_model()
-
     def observe(
-        self, model_hash: ModelHash, device: DeviceKey, predicted_s: float, seen_s: float, signs: Signs | None = None
+        self, deployment: DeploymentKey, device: DeviceKey, predicted_s: float, seen_s: float, arrival_rps: float = 0.0
     ) -> None:
         """Something of this model took ``seen_s`` on this device, and ``predicted_s`` by its profile under that load."""
-        if not self.on or not predicted_s > 0.0 or not seen_s > 0.0:
+        if not predicted_s > 0.0 or not seen_s > 0.0:
             return
-        key = (model_hash, device)
+        key = (deployment, device)
         seen = self._seen.get(key)
         if seen is None:
             if len(self._seen) >= self.settings.examples_max:
@@ -104,15 +84,12 @@ class DeviceScores:
             seen = self._seen[key] = _Seen()
         seen.log_sum += math.log(min(_RATIO_MAX, max(1.0 / _RATIO_MAX, seen_s / predicted_s)))
         seen.count += 1
-        if signs is not None:
-            if key not in self._signs and len(self._signs) >= self.settings.examples_max:
-                del self._signs[next(iter(self._signs))]
-            self._signs[key] = signs
+        if key not in self._rates and len(self._rates) >= self.settings.examples_max:
+            del self._rates[next(iter(self._rates))]
+        self._rates[key] = arrival_rps
 
     def look(self, now_s: float) -> None:
         """Closes a period that is over, and learns some of the examples that wait. Call it at each look."""
-        if not self.on:
-            return
         if self._period_end_s is None:
             self._period_end_s = now_s + self.settings.period_s
         if now_s >= self._period_end_s:
@@ -123,26 +100,26 @@ class DeviceScores:
             self._model.learn_one(features, target, weight)
             self.learned += 1
 
-    def factor(self, model_hash: ModelHash, device: DeviceKey, signs: Signs | None = None) -> float:
-        """How many times longer than its profile says this model takes there; 1 for what nobody knows, and while off."""
-        if not self.on or self.learned == 0:
+    def factor(self, deployment: DeploymentKey, device: DeviceKey) -> float:
+        """How many times longer than its profile says this model takes there; 1 for what nobody knows."""
+        if self.learned == 0:
             return 1.0
-        known = signs or self._signs.get((model_hash, device), _NO_SIGNS)
+        features = _features(deployment, device, self._rates.get((deployment, device), 0.0))
         bound = math.log(self.settings.factor_max)
         # The intercept is not learned, so that the sum over who and where is the whole answer.
-        return math.exp(min(bound, max(-bound, float(self._model.predict_one(_features(model_hash, device, known))))))
+        return math.exp(min(bound, max(-bound, float(self._model.predict_one(features)))))
 
-    def preference(self, model_hash: ModelHash, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
+    def preference(self, deployment: DeploymentKey, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
         """Factors of these devices over their geometric mean: below 1 is better than the others."""
-        factors = {device: self.factor(model_hash, device) for device in devices}
+        factors = {device: self.factor(deployment, device) for device in devices}
         if not factors:
             return {}
         mean = math.exp(math.fsum(math.log(factor) for factor in factors.values()) / len(factors))
         return {device: factor / mean for device, factor in factors.items()}
 
-    def routing_weights(self, model_hash: ModelHash, replicas: Mapping[str, DeviceKey]) -> dict[str, float]:
+    def routing_weights(self, deployment: DeploymentKey, replicas: Mapping[str, DeviceKey]) -> dict[str, float]:
         """Routing weights for a model's replicas, the inverse of their devices' preference: all then take equally long."""
-        preference = self.preference(model_hash, replicas.values())
+        preference = self.preference(deployment, replicas.values())
         return {replica: round(1.0 / preference[device], 3) for replica, device in replicas.items()}
 
     def _close(self) -> None:
@@ -156,45 +133,43 @@ class DeviceScores:
         for key, seen in enough.items():
             target = seen.log_sum / seen.count - self._everywhere[key[0]]
             weight = min(1.0, seen.count / (4.0 * self.settings.seen_min))
-            examples.append((_features(*key, self._signs.get(key, _NO_SIGNS)), target, weight))
+            examples.append((_features(*key, self._rates.get(key, 0.0)), target, weight))
         for _ in range(self.settings.passes):
             self._examples.extend(examples)
         self._seen.clear()
 
-    def _follow_everywhere(self, enough: Mapping[tuple[ModelHash, DeviceKey], _Seen]) -> None:
-        means: dict[ModelHash, list[float]] = {}
-        for (model_hash, _), seen in enough.items():
-            means.setdefault(model_hash, []).append(seen.log_sum / seen.count)
-        for model_hash, logs in means.items():
+    def _follow_everywhere(self, enough: Mapping[tuple[DeploymentKey, DeviceKey], _Seen]) -> None:
+        means: dict[DeploymentKey, list[float]] = {}
+        for (deployment, _), seen in enough.items():
+            means.setdefault(deployment, []).append(seen.log_sum / seen.count)
+        for deployment, logs in means.items():
             mean = math.fsum(logs) / len(logs)
-            before = self._everywhere.pop(model_hash, mean)
+            before = self._everywhere.pop(deployment, mean)
             # Of one device alone one cannot say whether it or the model is slow; of several it is what they share.
             share = 1.0 if len(logs) > 1 else 0.2
-            self._everywhere[model_hash] = before + share * (mean - before)
+            self._everywhere[deployment] = before + share * (mean - before)
         while len(self._everywhere) > self.settings.examples_max:
             del self._everywhere[next(iter(self._everywhere))]
 
     def _new_model(self) -> Any:
-        from river import linear_model, optim
+        try:
+            from river import linear_model, optim
+        except ImportError:
+            raise ConfigError("river is not installed: pip install 'carpool[research]'") from None
 
         s = self.settings
         optimizer = optim.FTRLProximal(alpha=s.alpha, beta=s.beta, l1=0.0, l2=s.l2)
         return linear_model.LinearRegression(optimizer=optimizer, intercept_lr=0.0)
 
 
-def _features(model_hash: ModelHash, device: DeviceKey, signs: Signs) -> dict[str, float]:
-    """Who, where, both, and the signs; each name is one of ``WEIGHTS_MAX`` buckets."""
+def _features(deployment: DeploymentKey, device: DeviceKey, arrival_rps: float) -> dict[str, float]:
+    """Who, where, both, and the load; each name is one of ``WEIGHTS_MAX`` buckets."""
     where = f"{device[0]}/{device[1]}"
-    features = {
+    return {
         _bucket(f"device {where}"): 1.0,
-        _bucket(f"{model_hash} on {where}"): 1.0,
+        _bucket(f"{deployment} on {where}"): 1.0,
+        "arrivals": math.log1p(max(0.0, arrival_rps)) / 4.0,
     }
-    features["arrivals"] = math.log1p(max(0.0, signs.arrival_rps)) / 4.0
-    if signs.temperature_c is not None:
-        features["temperature"] = (signs.temperature_c - _TEMPERATURE_MIDDLE_C) / _TEMPERATURE_SPAN_C
-    if signs.link_use is not None:
-        features["link"] = signs.link_use
-    return features
 
 
 def _bucket(name: str) -> str:

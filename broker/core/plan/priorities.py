@@ -40,12 +40,6 @@ def class_weights(density: Mapping[SlaClass, float], boost: Mapping[SlaClass, fl
     return {sla_class.value: weights[sla_class.value] for sla_class in SlaClass}
 
 
-def starvation_turns(weights: Mapping[str, int], sla_class: SlaClass) -> int:
-    """In so many turns a class that waits is served at least once, whatever the others send."""
-    total = sum(weights.values())
-    return -(-total // weights[sla_class.value])
-
-
 def densities(work_s: Mapping[SlaClass, float], requests: Mapping[SlaClass, int]) -> dict[SlaClass, float]:
     """Compute density by class from the work that arrived lately; classes without requests are left out."""
     all_requests = sum(requests.values())

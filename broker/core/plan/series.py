@@ -1,9 +1,9 @@
 """One series of arriving work, and simple forecasts of it that are weighted by how well they do (SCH-5).
 
-Work is counted in windows of one second. A window that closes moves five running means, the rings from which quantiles are
-read, and the seasons. At fixed strides each simple forecast is written down for each horizon, and compared with what came
-when the horizon has passed; its discounted mean square error decides its weight: an inverse power, so that the best rules
-and ties are shared (the idea of aggregating experts, Cesa-Bianchi and Lugosi 2006; discounted because traffic changes).
+Work is counted in windows of one second. A window that closes moves five running means and the seasons. At fixed strides
+each simple forecast is written down for each horizon, and compared with what came when the horizon has passed; its
+discounted mean square error decides its weight: an inverse power, so that the best rules and ties are shared (the idea of
+aggregating experts, Cesa-Bianchi and Lugosi 2006; discounted because traffic changes).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from broker.core.plan.seasons import BIN_S, Seasons
 
 WINDOW_S = 1
-SUSTAINED_S = 10
-"""Windows of one second that make up one value of the sustained ring."""
 HORIZONS_S = (1, 3, 10, 120, 1800)
 """Horizons at which forecasts are judged; a horizon in between uses the nearest one's weights."""
 _STRIDES = (5, 5, 10, 30, 300)
@@ -43,16 +41,6 @@ _PAST_BINS = 12
 """The longest running mean speaks of about the last hour."""
 _ZERO_RUN_MAX = 64
 """Longer runs without load are closed at once, and not judged."""
-
-
-@dataclass(frozen=True, slots=True)
-class SeriesSettings:
-    """What a series remembers."""
-
-    burst_windows: int = 180
-    """Seconds in the ring of one-second values."""
-    sustained_windows: int = 60
-    """Values in the ring of ten-second ones."""
 
 
 class Ring:
@@ -120,21 +108,15 @@ class Series:
         "_open_requests",
         "_open_work",
         "_requests",
-        "_settings",
-        "_sustained_work",
         "_total",
         "_variance",
-        "bursts",
-        "first_s",
         "last_load",
         "seasons",
-        "sustained",
         "window",
         "windows",
     )
 
-    def __init__(self, settings: SeriesSettings, window: int) -> None:
-        self._settings = settings
+    def __init__(self, window: int) -> None:
         self.window = window
         """The open one."""
         self.windows = 0
@@ -147,9 +129,6 @@ class Series:
         self._variance = 0.0
         self._requests = 0.0
         self._total = 0.0
-        self._sustained_work = 0.0
-        self.bursts = Ring(settings.burst_windows)
-        self.sustained = Ring(settings.sustained_windows)
         self.seasons = Seasons()
         self._bin: int | None = None
         self._bin_work = 0.0
@@ -183,7 +162,6 @@ class Series:
         """A gap: what was counted in the open window is not the whole, and nothing is known until ``window``."""
         self.window = window
         self._open_work, self._open_requests = 0.0, 0
-        self._sustained_work = 0.0
         self._bin = None
         for judged in self._judged:
             assert judged.pending is not None
@@ -202,11 +180,6 @@ class Series:
         self._variance += max(_SHARES[3], first) * (deviation * deviation - self._variance)
         self._requests += _SHARES[1] * (requests - self._requests)
         self._total += work
-        self.bursts.add(work)
-        self._sustained_work += work
-        if self.windows % SUSTAINED_S == 0:
-            self.sustained.add(self._sustained_work)
-            self._sustained_work = 0.0
         self._count_season(work, bin_offset_s)
         for place, stride in enumerate(_STRIDES):
             if self.windows % stride == 0:
@@ -221,11 +194,6 @@ class Series:
         self._last = 0.0
         self._variance *= (1.0 - _SHARES[3]) ** count
         self._requests *= (1.0 - _SHARES[1]) ** count
-        for _ in range(min(count, self._settings.burst_windows)):
-            self.bursts.add(0.0)
-        self._sustained_work = 0.0
-        for _ in range(min(count // SUSTAINED_S, self._settings.sustained_windows)):
-            self.sustained.add(0.0)
         for judged in self._judged:
             assert judged.pending is not None
             judged.pending.clear()

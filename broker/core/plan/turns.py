@@ -153,8 +153,8 @@ class Turns:
             seller = _Seller(number, there.replica, block.need, block.sites, held, price, need.idle_s, last)
             for site in block.sites:
                 found.setdefault(site, []).append(seller)
-        for there in found.values():
-            there.sort(key=lambda seller: (seller.price, seller.replica))
+        for on_site in found.values():
+            on_site.sort(key=lambda seller: (seller.price, seller.replica))
         return found
 
     def _sells(self, seller: _Seller, index: int) -> bool:

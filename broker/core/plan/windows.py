@@ -1,12 +1,11 @@
-"""Signals over windows of readings: TWU per device, three readings in a row (SCH-6, SCH-7)."""
+"""Signals over windows of readings: three in a row (SCH-7)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable
 
-from broker.core.plan.signals import FAIRNESS_LEVEL, TokenWork, allowed_s, twu, twu_raw_s
+from broker.core.plan.signals import FAIRNESS_LEVEL
 
 READING_S = 0.2
 """Cadence of fairness readings."""
@@ -47,59 +46,3 @@ class FairnessWatch:
     def read(self, now_s: float, key: Hashable, index: float) -> bool:
         """Whether somebody has to yield for ``key`` now."""
         return self._below.read(now_s, key, index < self.level)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a request stands at the end of a window: all tokens that its device has computed for it so far."""
-
-    weight: float
-    prompt_tokens: int
-    output_tokens: int
-    age_s: float
-    """Since its arrival; at its end for one that finished in the window."""
-    ttft_s: float
-    tpot_s: float
-    """Its targets."""
-
-
-@dataclass(frozen=True, slots=True)
-class TwuReading:
-    """TWU of a device over a window, and the source's form in seconds."""
-
-    twu: float
-    raw_s: float
-    tokens: float
-
-
-class TwuMeter:
-    """TWU of one device, window by window, from where its requests stand.
-
-    What a request did in a window is its progress since the last one, so running requests count with their elapsed part and
-    nothing counts twice. Remembers only requests that ran in the last window.
-    """
-
-    def __init__(self, baseline_tokens_per_s: float) -> None:
-        self.baseline_tokens_per_s = baseline_tokens_per_s
-        self._done: dict[Hashable, int] = {}
-
-    def read(
-        self, window_s: float, running: Mapping[Hashable, Progress], finished: Mapping[Hashable, Progress]
-    ) -> TwuReading:
-        """The window that ends now: those that run, and those that finished in it, by request."""
-        parts = []
-        tokens = 0.0
-        done: dict[Hashable, int] = {}
-        for group, kept in ((running, True), (finished, False)):
-            for request, progress in group.items():
-                total = progress.prompt_tokens + progress.output_tokens
-                new = max(0, total - self._done.get(request, 0))
-                if kept:
-                    done[request] = total
-                slo_s = allowed_s(progress.ttft_s, progress.tpot_s, progress.output_tokens)
-                parts.append(TokenWork(progress.weight, float(new), progress.age_s, slo_s))
-                tokens += new
-        self._done = done
-        return TwuReading(
-            twu(parts, window_s, self.baseline_tokens_per_s), twu_raw_s(parts, window_s, self.baseline_tokens_per_s), tokens
-        )

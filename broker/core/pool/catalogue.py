@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from broker.core.pool.events import LoadDeclared
-from subjects.ids import DeviceId, ModelHash, WorkerId
-from subjects.messages import Mode, ModelRecord
+from broker.core.pool.overrides import PINNED
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, WorkerId
+from subjects.messages import DeclaredLoad, Mode, ModelRecord, OverrideKind, Overrides
 
 DeviceKey = tuple[WorkerId, DeviceId]
 
 
 @dataclass(slots=True)
 class Model:
-    """What is remembered of one model hash."""
+    """What is remembered of one deployment."""
 
     last_used_s: float = -math.inf
     load_s: float | None = None
@@ -58,21 +58,22 @@ class Catalogue:
         """Whether no model wants a device for itself."""
         self.any_stay = False
         """Whether any model is pinned, locked, in a mode in which it is not acted for, or has a minimum of replicas."""
-        self.declared: dict[str, LoadDeclared] = {}
+        self.declared: dict[str, DeclaredLoad] = {}
         """Load that people expect, by the name that they gave it."""
         self.shared: list[list[ModelRecord]] = []
         """Records of each model that has several names."""
         self._stand_back: frozenset[str] = frozenset()
-        self._of_hash: dict[ModelHash, ModelRecord] = {}
-        self._models: dict[ModelHash, Model] = {}
+        self._of_deployment: dict[DeploymentKey, ModelRecord] = {}
+        self._of_files: dict[ModelHash, DeploymentKey] = {}
+        self._models: dict[DeploymentKey, Model] = {}
         self._by_name: list[ModelRecord] = []
-        self._by_hash: list[ModelRecord] = []
+        self._by_deployment: list[ModelRecord] = []
         self._pins: dict[str, bool] = {}
-        self._pinned: set[ModelHash] = set()
-        self._locks: dict[str, bool] = {}
-        self._locked: set[ModelHash] = set()
+        self._pinned: set[DeploymentKey] = set()
+        self._locks: dict[str, None] = {}
+        self._locked: set[DeploymentKey] = set()
         self._modes: dict[str, Mode] = {}
-        self._mode_of: dict[ModelHash, Mode] = {}
+        self._mode_of: dict[DeploymentKey, Mode] = {}
 
     def load(self, records: Iterable[ModelRecord]) -> None:
         """The whole registry."""
@@ -83,7 +84,7 @@ class Catalogue:
     def apply(self, record: ModelRecord) -> None:
         """Adds or replaces one; its failures are forgotten."""
         self.records[record.name] = record
-        self.model(record.model_hash).clear()
+        self.model(record.deployment).clear()
         self._index()
 
     def remove(self, name: str) -> None:
@@ -95,25 +96,28 @@ class Catalogue:
         self.news += 1
         records = self.records.values()
         self.all_co_locate = all(record.allow_co_location for record in records) and len({r.tenant for r in records}) <= 1
-        self._of_hash.clear()
+        self._of_deployment.clear()
+        self._of_files.clear()
         self._pinned.clear()
         self._locked.clear()
         self._mode_of.clear()
         for name in sorted(self.records):
             record = self.records[name]
-            self._mode_of.setdefault(record.model_hash, self._modes.get(name, record.mode))
-            if self._locks.get(name, False):
-                self._locked.add(record.model_hash)
+            self._mode_of.setdefault(record.deployment, self._modes.get(name, record.mode))
+            if name in self._locks:
+                self._locked.add(record.deployment)
             if self._pins.get(name, record.pinned):
-                self._pinned.add(record.model_hash)
+                self._pinned.add(record.deployment)
         self._by_name = [self.records[name] for name in sorted(self.records)]
-        names_of: dict[ModelHash, list[ModelRecord]] = {}
+        names_of: dict[DeploymentKey, list[ModelRecord]] = {}
         for record in self._by_name:
-            names_of.setdefault(record.model_hash, []).append(record)
+            names_of.setdefault(record.deployment, []).append(record)
+            if self._of_files.setdefault(record.model_hash, record.deployment) != record.deployment:
+                self._of_files[record.model_hash] = DeploymentKey("")
         self.shared = [named for named in names_of.values() if len(named) > 1]
-        for model_hash, named in names_of.items():
-            self._of_hash[model_hash] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
-        self._by_hash = sorted(self._of_hash.values(), key=lambda record: record.name)
+        for deployment, named in names_of.items():
+            self._of_deployment[deployment] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
+        self._by_deployment = sorted(self._of_deployment.values(), key=lambda record: record.name)
         acts = all(mode is Mode.ACT for mode in self._mode_of.values())
         self.any_stay = not acts or bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
 
@@ -123,70 +127,60 @@ class Catalogue:
             self._stand_back = names
             self._index()
 
-    def declare(self, load: LoadDeclared) -> None:
-        """Load that a person expects; replaces what had this name."""
-        self.declared[load.name] = load
-        self.news += 1
-
-    def withdraw(self, name: str) -> None:
-        """Takes that back; an unknown name is ignored."""
-        self.declared.pop(name, None)
-        self.news += 1
-
-    def pin(self, name: str, pinned: bool) -> None:
-        """A person's word; it wins over the record's."""
-        self._pins[name] = pinned
+    def override(self, overrides: Overrides) -> None:
+        """People's words about models, and the load that they expect, in place of what they said before."""
+        entries = overrides.entries
+        self._pins = {one.about: one.value == PINNED for one in entries if one.kind is OverrideKind.PIN}
+        self._locks = {one.about: None for one in entries if one.kind is OverrideKind.MODEL_LOCK}
+        self._modes = {one.about: Mode(one.value) for one in entries if one.kind is OverrideKind.MODE}
+        # One that does not end after it begins is nothing that this release wrote: it announces nothing.
+        self.declared = {
+            one.about: one.load
+            for one in entries
+            if one.load is not None and one.load.begin_unix_s < one.load.end_unix_s and one.kind is OverrideKind.EVENT
+        }
         self._index()
 
     def pinned(self, record: ModelRecord) -> bool:
         """Whether a model may not be evicted: one of the names that share it is pinned."""
-        return record.model_hash in self._pinned
+        return record.deployment in self._pinned
 
-    def lock(self, name: str, locked: bool) -> None:
-        """A person's word: nothing automatic touches a locked model."""
-        self._locks[name] = locked
-        self._index()
-
-    def locked(self, model_hash: ModelHash) -> bool:
+    def locked(self, deployment: DeploymentKey) -> bool:
         """Whether one of the names that share a model is locked."""
-        return model_hash in self._locked
+        return deployment in self._locked
 
-    def set_mode(self, name: str, mode: Mode | None) -> None:
-        """A person's word; it wins over the record's until None takes it back."""
-        if mode is None:
-            self._modes.pop(name, None)
-        else:
-            self._modes[name] = mode
-        self._index()
-
-    def mode(self, model_hash: ModelHash) -> Mode:
+    def mode(self, deployment: DeploymentKey) -> Mode:
         """How far the scheduler may go with a model; with one that nobody applied it may do all."""
-        return self._mode_of.get(model_hash, Mode.ACT)
+        return self._mode_of.get(deployment, Mode.ACT)
 
     def by_name(self) -> list[ModelRecord]:
         """All records in order of name."""
         return self._by_name
 
-    def by_hash(self) -> list[ModelRecord]:
+    def by_deployment(self) -> list[ModelRecord]:
         """One record for each model, in order of name."""
-        return self._by_hash
+        return self._by_deployment
 
-    def records_by_hash(self) -> Mapping[ModelHash, ModelRecord]:
+    def records_by_deployment(self) -> Mapping[DeploymentKey, ModelRecord]:
         """The record that speaks for each model."""
-        return self._of_hash
+        return self._of_deployment
 
-    def of_hash(self, model_hash: ModelHash) -> ModelRecord | None:
+    def of_deployment(self, deployment: DeploymentKey) -> ModelRecord | None:
         """The record that speaks for a model, or None when nobody applied it."""
-        return self._of_hash.get(model_hash)
+        return self._of_deployment.get(deployment)
 
-    def model(self, model_hash: ModelHash) -> Model:
+    def deployment_of(self, model_hash: ModelHash) -> DeploymentKey:
+        """The one deployment of these files; empty where there is none, or are several."""
+        return self._of_files.get(model_hash, DeploymentKey(""))
+
+    def model(self, deployment: DeploymentKey) -> Model:
         """The memory of a model, made when it is first asked for."""
-        known = self._models.get(model_hash)
+        known = self._models.get(deployment)
         if known is None:
-            known = self._models[model_hash] = Model()
+            known = self._models[deployment] = Model()
         return known
 
-    def name(self, model_hash: ModelHash) -> str:
+    def name(self, deployment: DeploymentKey) -> str:
         """A name for people."""
-        record = self.of_hash(model_hash)
-        return record.name if record is not None else model_hash[:16]
+        record = self.of_deployment(deployment)
+        return record.name if record is not None else deployment[:16]

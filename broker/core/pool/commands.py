@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from broker.core.pool.events import SchedulerCommand, SchedulerSettings, SendCommand
 from broker.core.pool.transaction import Change, Operation, Transaction, Victim
-from subjects.ids import ModelHash, OperationId, ReplicaId
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     DrainReplica,
     EvictKv,
@@ -37,6 +37,8 @@ class Orders:
         self.epoch = 0
         self.unix_offset_s = 0.0
         """Added to the scheduler's clock it gives wall-clock time, for the journal."""
+        self.measures: Callable[[ModelRecord, WorkerId, DeviceId], bool] = lambda _record, _worker, _device: False
+        """Whether costs are to be measured where a model is loaded."""
 
     def lead(self, epoch: int) -> None:
         """Starts over under an epoch of our own."""
@@ -88,6 +90,7 @@ class Orders:
             replica_name=transaction.replica_name,
             timeout_s=self._settings.load_s_max,
             peers=transaction.devices[1:],
+            measure=self.measures(record, transaction.worker, transaction.device),
         )
         self._send(now_s, transaction, command, None, self._settings.load_s_max + self._settings.step_grace_s, out)
 
@@ -111,7 +114,6 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         order: KvOrder,
-        model_hash: ModelHash | None,
         out: list[SchedulerCommand],
         *,
         operation: OperationId | None = None,
@@ -125,7 +127,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 ratio=order.ratio,
-                model_hash=model_hash,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -135,7 +136,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 source_worker=order.source,
-                model_hash=model_hash,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -209,7 +209,7 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         replicas: Sequence[ReplicaId],
-        model_hashes: Sequence[ModelHash],
+        deployments: Sequence[DeploymentKey],
         *,
         forced: bool,
     ) -> None:
@@ -226,7 +226,7 @@ class Orders:
                 record=transaction.record,
                 replica_name=transaction.replica_name,
                 replicas=tuple(replicas),
-                model_hashes=tuple(model_hashes),
+                deployments=tuple(deployments),
                 forced=forced,
                 drain_s=transaction.drain_s,
                 kv_bytes=change.kv_bytes if change is not None else None,

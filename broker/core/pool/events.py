@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandReply,
     IngressTelemetry,
     JournalEntry,
+    KeptCosts,
     KvOrder,
-    Mode,
     ModelRecord,
+    Overrides,
     PoolDigest,
     WorkerCommand,
     WorkerEvent,
@@ -154,17 +155,15 @@ class ModelRemoved:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPinned:
-    """A person pinned a model: it is never evicted. Wins over the record."""
+class OverridesChanged:
+    """People's words that win over automatic decisions: all that hold from now on, in place of those that held before.
 
-    name: str
+    A pin or mode wins over the record; nothing automatic starts, stops or changes a replica of a locked model, on a locked
+    device, or one that is locked itself; a drained worker or device (by its worker's name without incarnation) takes nothing
+    new, and what is there leaves, locked, pinned or not; an event is load that is known beforehand.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class ModelUnpinned:
-    """A person took a pin away. Wins over the record."""
-
-    name: str
+    overrides: Overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,52 +178,24 @@ class KvOrdered:
     """A person wants something done about a model's KV by a worker's node: evicted, or pulled from another's (SCH-8)."""
 
     worker: WorkerId
-    model_hash: ModelHash
+    deployment: DeploymentKey
     order: KvOrder
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLocked:
-    """A person locked a model: nothing automatic starts, stops or changes a replica of it until it is unlocked."""
+class CostsKept:
+    """What was measured and kept before, or what another scheduler has kept just now."""
 
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelUnlocked:
-    """A person took a lock away."""
-
-    name: str
+    entries: tuple[KeptCosts, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ModeSet:
-    """A person set how far the scheduler may go with a model; wins over the record. None gives the record its say again."""
+class ProfileAsked:
+    """A person wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
 
-    name: str
-    mode: Mode | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadDeclared:
-    """A person knows of load beforehand: a launch, a sale, a nightly batch. Replaces what was declared by this name."""
-
-    name: str
-    begin_unix_s: float
-    end_unix_s: float
-    model: str = ""
-    """Its name; empty: every model."""
-    factor: float = 1.0
-    """So many times what the load would be."""
-    at_least: float = 0.0
-    """GPU-seconds of work per second."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadWithdrawn:
-    """A person took that back."""
-
-    name: str
+    deployment: DeploymentKey
+    for_s: float
+    batch_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,55 +206,6 @@ class DrainRequested:
     interrupt: bool = False
     bound_s: float | None = None
     """How long its requests may take to finish; None takes ``drain_s``."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerClosed:
-    """A person drains a worker (by its name without incarnation), or one device of it: nothing new goes there, and what is
-    there leaves, locked, pinned or not."""
-
-    name: str
-    device: DeviceId | None = None
-    bound_s: float | None = None
-    """How long the requests there may take to finish; None takes ``drain_s``."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOpened:
-    """A closed worker or device may take work again."""
-
-    name: str
-    device: DeviceId | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLocked:
-    """A person locked a device (of workers of that name, without incarnation): nothing comes or goes there by itself."""
-
-    name: str
-    device: DeviceId
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUnlocked:
-    """A person took that lock away."""
-
-    name: str
-    device: DeviceId
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLocked:
-    """A person locked a replica: nothing automatic stops or changes it."""
-
-    replica: ReplicaId
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaUnlocked:
-    """A person took that lock away."""
-
-    replica: ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,27 +259,17 @@ SchedulerEvent = (
     | RegistryLoaded
     | ModelApplied
     | ModelRemoved
-    | ModelPinned
-    | ModelUnpinned
+    | OverridesChanged
     | UnloadRequested
     | KvOrdered
-    | ModelLocked
-    | ModelUnlocked
-    | ModeSet
-    | LoadDeclared
-    | LoadWithdrawn
     | DrainRequested
-    | WorkerClosed
-    | WorkerOpened
-    | DeviceLocked
-    | DeviceUnlocked
-    | ReplicaLocked
-    | ReplicaUnlocked
     | JournalRestored
     | DigestRestored
     | LeadershipGained
     | LeadershipLost
     | BusRoundTripMade
+    | CostsKept
+    | ProfileAsked
     | Ticked
 )
 
@@ -408,7 +320,14 @@ class Resign:
     reason: str
 
 
-SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign
+@dataclass(frozen=True, slots=True)
+class KeepCosts:
+    """Keep what was measured, over restarts of everything."""
+
+    kept: KeptCosts
+
+
+SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign | KeepCosts
 
 
 # ------------------------------------------------------------------------------------------------------------- decisions

@@ -60,10 +60,10 @@ from broker.core.requests.events import (
     TicketNotStored,
     TicketStored,
 )
-from broker.core.requests.links import Hands, Link
+from broker.core.requests.links import Link, Links
 from broker.core.requests.live import QUEUED, TRANSITIONS, LiveRequest, State, Taken
 from kvcache.core.prefix_index import PrefixIndex
-from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, model_key
+from subjects.ids import DeploymentKey, IngressId, ModelKey, ReplicaId, RequestId, model_key
 from subjects.messages import (
     Cancel,
     Claim,
@@ -88,6 +88,8 @@ from subjects.messages import (
 DEAD_MAX = 4096
 """So many dead incarnations are remembered; the pool's digest goes on naming the recent ones."""
 RETRY_AFTER_S = 5
+STRESS_EVERY_S = 1.0
+"""Cadence of TWU's sum: each time all running requests are looked at."""
 """What a refused client is told when the pool has no estimate."""
 
 
@@ -102,12 +104,13 @@ class RequestCore:
         self._continuation_enabled = continuation_enabled
         self._live: dict[RequestId, LiveRequest] = {}
         self._stored: dict[ModelKey, dict[RequestId, None]] = {}
-        self._hands = Hands(prefixes)
+        self._links = Links(prefixes)
         self._recent: OrderedDict[RequestId, tuple[float, RefusalReason]] = OrderedDict()
         self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
-        self._models: dict[ModelHash, PoolModel] = {}
+        self._models: dict[DeploymentKey, PoolModel] = {}
         self._agenda: Agenda[RequestId] = Agenda()
         self._demand = DemandLedger()
+        self._stressed_s = 0.0
         self._held_due_s = inf
         self._held_sent = 0
         self._round_trip_s = -inf
@@ -132,7 +135,7 @@ class RequestCore:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to do: no request, and no replica that still has to learn that it is not wanted."""
-        return not (self._live or self._hands.links or self._stored or len(self._agenda))
+        return not (self._live or self._links.links or self._stored or len(self._agenda))
 
     def state_of(self, request: RequestId) -> State | None:
         """The state of a request, or None when it has ended or was never here."""
@@ -145,6 +148,11 @@ class RequestCore:
 
     def take_demand(self, now_s: float) -> tuple[ModelDemand, ...]:
         """Waiting and running now, and what arrived and ended since the last call, for the telemetry of the gateway."""
+        if now_s - self._stressed_s >= STRESS_EVERY_S:
+            self._stressed_s = now_s
+            for live in self._live.values():
+                if live.state is State.RUNNING:
+                    self._demand.stressed(live.profile, live.stress(now_s))
         return self._demand.take(now_s)
 
     # ----------------------------------------------------------------------------------------------------------- step
@@ -201,9 +209,9 @@ class RequestCore:
                 self._end(now_s, live, gone, out)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
                 self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
-            elif live.state is State.PARKED and self._hands.holds_out_for(live) is not None:
+            elif live.state is State.PARKED and self._links.holds_out_for(live) is not None:
                 self._holds_out_no_more(now_s, live, out)
-            elif live.state is State.PARKED and not self._hands.waits_in_vain(now_s, live):
+            elif live.state is State.PARKED and not self._links.waits_in_vain(now_s, live):
                 live.retry_s = now_s + PARK_S
                 self._agenda.set(request, live.due_s())
             elif live.state is State.PARKED:
@@ -229,7 +237,6 @@ class RequestCore:
             request=event.request,
             profile=event.profile,
             body=event.body,
-            prompt_token_ids=event.prompt_token_ids,
             cache_salt=event.cache_salt,
             submitted_s=now_s,
             wait_bound_s=event.wait_until_s - now_s,
@@ -238,21 +245,22 @@ class RequestCore:
             yields_at_s=event.yields_at_s,
             sla=event.sla,
             adapter=event.adapter,
+            options=event.options,
             prefix=event.prefix,
             waits_since_s=now_s,
         )
         self._live[event.request] = live
         self._demand.arrived(live.profile)
-        model = self._models.get(live.profile.model_hash)
+        model = self._models.get(live.profile.deployment)
         if model is not None and model.refusal:
             self._end(now_s, live, self._refused_by_pool(model), out)
-        elif not self._hands.can_be_handed(live):
+        elif not self._links.can_be_handed(live):
             self._publish(now_s, live, out)
-        elif not self._hands.has_parked(live.profile.model_hash) and self._hand_over(now_s, live, out):
+        elif not self._links.has_parked(live.profile.deployment) and self._hand_over(now_s, live, out):
             pass
-        elif self._hands.holds_out_for(live) is not None:
+        elif self._links.holds_out_for(live) is not None:
             self._move(now_s, live, State.PARKED)
-        elif not self._hands.may_park(now_s, live):
+        elif not self._links.may_park(now_s, live):
             self._publish(now_s, live, out)
         else:
             live.retry_s = now_s + PARK_S
@@ -261,9 +269,9 @@ class RequestCore:
     def _hand_over(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> bool:
         """Gives a request to the replica with the most room, or to the one with its prefix, if there is one. Or has it wait
         for that one, until ``live.retry_s``."""
-        choice = self._hands.pick(now_s, live)
+        choice = self._links.pick(now_s, live)
         if choice.waits_for is not None:
-            self._hands.holds_out(live, choice.waits_for)
+            self._links.holds_out(live, choice.waits_for)
             live.retry_s = now_s + choice.wait_s_max
             return False
         replica = choice.replica
@@ -271,7 +279,7 @@ class RequestCore:
         if replica is None or grant is None:
             return False
         waited_s = now_s - live.waits_since_s
-        number = self._hands.book(replica, live)
+        number = self._links.book(replica, live)
         self._hold(now_s, live, replica)
         hand = Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
         granted = RecordGrant(live.request, live.attempt, replica, waited_s, choice.tokens, choice.why)
@@ -280,11 +288,11 @@ class RequestCore:
 
     def _holds_out_no_more(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
         """The replica with its prefix has had no room in time: whoever has some gets it now, else it waits like others."""
-        self._hands.holds_out(live, None)
+        self._links.holds_out(live, None)
         live.may_hold_out = False
         if self._hand_over(now_s, live, out):
             return
-        if self._hands.may_park(now_s, live) and not self._hands.waits_in_vain(now_s, live):
+        if self._links.may_park(now_s, live) and not self._links.waits_in_vain(now_s, live):
             live.retry_s = now_s + PARK_S
             self._agenda.set(live.request, live.due_s())
         else:
@@ -292,7 +300,7 @@ class RequestCore:
 
     def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand]) -> None:
         """It was handed over and never begun: no loss, and what it is told to next is the queue."""
-        if live.holder is not None and (link := self._hands.links.get(live.holder)) is not None:
+        if live.holder is not None and (link := self._links.links.get(live.holder)) is not None:
             link.room = None
         if not live.sent_in_attempt:
             self._restart(now_s, live, why, out, handed=True)
@@ -373,7 +381,7 @@ class RequestCore:
             return [answer]
         waited_s = now_s - live.waits_since_s
         self._hold(now_s, live, claim.replica)
-        link = self._hands.links[claim.replica]
+        link = self._links.links[claim.replica]
         link.adapters = claim.adapters
         link.heard()
         return [answer, RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
@@ -413,13 +421,13 @@ class RequestCore:
         live.retry_s = inf
         self._move(now_s, live, State.RUNNING)
         self._link(now_s, replica).running[live.request] = None
-        self._hands.serves(replica, live.profile.model_hash)
-        self._hands.goes_to(replica, live)
+        self._links.serves(replica, live.profile.deployment)
+        self._links.goes_to(replica, live)
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
     def _take_frames(self, now_s: float, frames: Frames, out: list[RequestCommand]) -> None:
-        link = self._hands.links.get(frames.replica)
+        link = self._links.links.get(frames.replica)
         if link is None:
             # It holds something that we gave up while it was out of reach: ``Held`` tells it that nothing is wanted.
             link = self._link(now_s, frames.replica)
@@ -441,22 +449,22 @@ class RequestCore:
                 self._not_handed(now_s, live, "its replica had no room", out)
             elif live is not None:
                 self._lose(now_s, live, "its replica does not have it", out)
-        for model in self._hands.models_of(frames.replica) if frames.room is not None and self._hands.any_parked else ():
+        for model in self._links.models_of(frames.replica) if frames.room is not None and self._links.any_parked else ():
             self._serve_parked(now_s, model, frames.replica, out)
         for request, attempt in unwanted:
             out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
             link.linger_until_s = now_s + HELD_LINGER_S
 
-    def _serve_parked(self, now_s: float, model: ModelHash, replica: ReplicaId, out: list[RequestCommand]) -> None:
+    def _serve_parked(self, now_s: float, model: DeploymentKey, replica: ReplicaId, out: list[RequestCommand]) -> None:
         """A replica has said what it would take. Who is first and finds no room holds up those behind, but for those who
         wait for one replica only: they are asked when it or its neighbour speaks, and hold up nobody."""
-        for request in self._hands.parked(model):
+        for request in self._links.parked(model):
             live = self._live[request]
-            if not self._hands.concerns(replica, live):
+            if not self._links.concerns(replica, live):
                 continue
             if self._hand_over(now_s, live, out):
                 continue
-            if self._hands.holds_out_for(live) is None:
+            if self._links.holds_out_for(live) is None:
                 break
             self._agenda.set(request, live.due_s())
 
@@ -548,7 +556,7 @@ class RequestCore:
 
     def _let_go(self, now_s: float, live: LiveRequest) -> None:
         """The holder does not have it any more as far as we are concerned; it goes on hearing ``Held`` for a while."""
-        if live.holder is not None and (link := self._hands.links.get(live.holder)) is not None:
+        if live.holder is not None and (link := self._links.links.get(live.holder)) is not None:
             link.running.pop(live.request, None)
             link.linger_until_s = now_s + HELD_LINGER_S
 
@@ -569,6 +577,7 @@ class RequestCore:
                 first_s = now_s if live.first_sent_s is None else live.first_sent_s
                 output_tokens = outcome.usage.completion_tokens if outcome.usage else sum(live.next_indexes())
                 ttft_s, latency_s = first_s - live.submitted_s, now_s - live.submitted_s
+                self._demand.stressed(live.profile, live.stress(now_s))
                 self._demand.finished(
                     live.profile,
                     output_tokens=output_tokens,
@@ -592,7 +601,7 @@ class RequestCore:
             self._recent.popitem(last=False)
 
     def _no_capacity(self, live: LiveRequest, why: str) -> Failed:
-        model = self._models.get(live.profile.model_hash)
+        model = self._models.get(live.profile.deployment)
         retry_s = ceil(model.estimated_wait_s) if model is not None and model.estimated_wait_s > 0 else RETRY_AFTER_S
         return Failed(503, f"no capacity: {why}", code="no_capacity", retry_after_s=retry_s)
 
@@ -605,53 +614,53 @@ class RequestCore:
     # ------------------------------------------------------------------------------------------------ replicas, states
 
     def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[RequestCommand]) -> None:
-        self._models = {model.model_hash: model for model in digest.models}
-        ready: dict[ModelHash, tuple[ReplicaId, ...]] = {}
+        self._models = {model.deployment: model for model in digest.models}
+        ready: dict[DeploymentKey, tuple[ReplicaId, ...]] = {}
         for one in digest.replicas:
             if one.state is ReplicaState.READY and one.weight > 0:
-                ready[one.model_hash] = (*ready.get(one.model_hash, ()), one.replica)
-        self._hands.ready_are(ready)
+                ready[one.deployment] = (*ready.get(one.deployment, ()), one.replica)
+        self._links.ready_are(ready)
         for replica in digest.dead:
             if replica not in self._dead:
                 self._dead[replica] = None
                 self._bury(now_s, replica, out)
         while len(self._dead) > DEAD_MAX:
             self._dead.popitem(last=False)
-        refusals = {model_hash for model_hash, model in self._models.items() if model.refusal}
+        refusals = {deployment for deployment, model in self._models.items() if model.refusal}
         for live in list(self._live.values()) if refusals else ():
-            if live.state is not State.RUNNING and live.profile.model_hash in refusals:
-                self._end(now_s, live, self._refused_by_pool(self._models[live.profile.model_hash]), out)
+            if live.state is not State.RUNNING and live.profile.deployment in refusals:
+                self._end(now_s, live, self._refused_by_pool(self._models[live.profile.deployment]), out)
 
     def _bury(self, now_s: float, replica: ReplicaId, out: list[RequestCommand]) -> None:
-        link = self._hands.forget(replica)
+        link = self._links.forget(replica)
         for request in list(link.running) if link is not None else ():
             self._lose(now_s, self._live[request], "its replica died", out)
-        if not self._hands.links:
+        if not self._links.links:
             self._held_due_s = inf
 
     def _link(self, now_s: float, replica: ReplicaId) -> Link:
         if self._held_due_s == inf:
             self._held_due_s = now_s + HELD_EVERY_S
-        return self._hands.link(replica)
+        return self._links.link(replica)
 
     def _send_held(self, now_s: float, out: list[RequestCommand]) -> None:
         """One beat to all. Silence is counted per beat, and only while our own way to the bus is known to work."""
         bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S and now_s >= self._silence_counts_from_s
-        for replica, link in list(self._hands.links.items()):
+        for replica, link in list(self._links.links.items()):
             if link.awaiting_frame and bus_works:
                 link.unanswered += 1
             silent = link.unanswered >= HELD_UNANSWERED_MAX
             for request in list(link.running) if silent else ():
                 self._lose(now_s, self._live[request], "its replica fell silent", out)
             if not link.running and now_s >= link.linger_until_s and (silent or not link.awaiting_frame):
-                self._hands.forget(replica)
+                self._links.forget(replica)
                 continue
             self._held_sent += 1
             entries = tuple(self._held_entry(self._live[request]) for request in link.running)
             held = Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
             out.append(SendBack(replica, held))
             link.awaiting_frame = True
-        self._held_due_s = now_s + HELD_EVERY_S if self._hands.links else inf
+        self._held_due_s = now_s + HELD_EVERY_S if self._links.links else inf
 
     @staticmethod
     def _held_entry(live: LiveRequest) -> HeldEntry:
@@ -662,7 +671,7 @@ class RequestCore:
         assert state in TRANSITIONS[live.state], f"{live.state} -> {state}"
         was_waiting = live.state not in (None, State.RUNNING)
         waits = state not in (None, State.RUNNING)
-        key = model_key(live.profile.model_hash)
+        key = model_key(live.profile.deployment)
         if live.state is State.STORED:
             live.stored = None
             self._stored[key].pop(live.request)
@@ -670,7 +679,7 @@ class RequestCore:
                 del self._stored[key]
         if state is State.STORED:
             self._stored.setdefault(key, {})[live.request] = None
-        self._hands.moved(now_s, live, state)
+        self._links.moved(now_s, live, state)
         if waits and not was_waiting:
             self._demand.waits(live.queued_as, live.request, now_s)
         elif was_waiting and not waits:

@@ -10,11 +10,11 @@ import msgspec
 
 from broker.core.requests.affinity import PromptPrefix
 from broker.core.requests.events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S, UNFIT_S
+from profiles.twu import allowed_s
 from subjects.bus import Stored
-from subjects.ids import ModelHash, ReplicaId, RequestId
+from subjects.ids import DeploymentKey, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
 
-GRANT_PART_TOKENS_MAX = GRANT_PART_BYTES_MAX // 5
 """A token id takes up to five bytes on the wire."""
 
 
@@ -94,7 +94,6 @@ class LiveRequest:
     request: RequestId
     profile: RequestProfile
     body: bytes
-    prompt_token_ids: tuple[int, ...]
     cache_salt: str
     submitted_s: float
     wait_bound_s: float
@@ -106,6 +105,8 @@ class LiveRequest:
     """Its model's targets."""
     adapter: Adapter | None = None
     """What answers in place of the base model."""
+    options: dict[str, str | int | float | bool] | None = None
+    """How the name that was asked for parses answers."""
     prefix: PromptPrefix | None = None
     """Its prompt's spans, if it has any and somebody may look for them."""
     may_hold_out: bool = True
@@ -126,14 +127,16 @@ class LiveRequest:
     ids_complete: bool = True
     sent_in_attempt: bool = False
     first_sent_s: float | None = None
-    parks_as: tuple[ModelHash, str] = field(init=False)
+    stressed_tokens: int = 0
+    """Of them :meth:`stress` was told already."""
+    parks_as: tuple[DeploymentKey, str] = field(init=False)
     queued_as: RequestProfile = field(init=False)
     """Its profile as it waits: in the batch class once it has yielded."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(max(1, self.profile.n))]
         self.queued_as = self.profile
-        self.parks_as = (self.profile.model_hash, self.profile.sla_class._value_)
+        self.parks_as = (self.profile.deployment, self.profile.sla_class._value_)
 
     @property
     def has_yielded(self) -> bool:
@@ -189,6 +192,15 @@ class LiveRequest:
             self.sent_token_ids.extend(delta.token_ids)
         return Taken.ACCEPTED
 
+    def stress(self, now_s: float) -> float:
+        """Tokens since the last call, the prompt's with the first output, times the age over what the targets allow."""
+        made = sum(choice.next_index for choice in self.choices)
+        tokens = self.profile.input_tokens + made if made else 0
+        new, self.stressed_tokens = tokens - self.stressed_tokens, tokens
+        if self.sla is None or new <= 0:
+            return 0.0
+        return new * (now_s - self.submitted_s) / allowed_s(self.sla.ttft_p95_ms / 1000, self.sla.tpot_ms / 1000, made)
+
     def gaps(self, now_s: float, delta: Delta) -> list[tuple[int, int]]:
         """What to ask again after ``delta`` met a gap, as (choice, from index); each choice once per ``RESEND_EVERY_S``."""
         behind = delta.first_token_index > self.choices[delta.choice].next_index
@@ -221,8 +233,7 @@ class LiveRequest:
 
     def grant_parts(self) -> int:
         """In how many messages it is granted."""
-        tokens = len(self.prompt_token_ids)
-        return max(1, _parts(len(self.body), GRANT_PART_BYTES_MAX), _parts(tokens, GRANT_PART_TOKENS_MAX))
+        return max(1, -(-len(self.body) // GRANT_PART_BYTES_MAX))
 
     def grant(self, part: int) -> Grant | None:
         """Part ``part`` of the grant of the current attempt, the same each time; None when there is no such part."""
@@ -236,13 +247,9 @@ class LiveRequest:
             parts=parts,
             endpoint=self.profile.endpoint,
             body=self.body[part * GRANT_PART_BYTES_MAX : (part + 1) * GRANT_PART_BYTES_MAX],
-            prompt_token_ids=self.prompt_token_ids[part * GRANT_PART_TOKENS_MAX : (part + 1) * GRANT_PART_TOKENS_MAX],
             sent_token_ids=self.start_token_ids if part == 0 else (),
             cache_salt=self.cache_salt,
             max_tokens=self.profile.max_tokens,
             adapter=self.adapter if part == 0 else None,
+            options=self.options if part == 0 else None,
         )
-
-
-def _parts(size: int, part_size: int) -> int:
-    return -(-size // part_size)

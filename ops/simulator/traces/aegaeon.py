@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,15 +47,6 @@ def packaged() -> LengthPool:
         return LengthPool(
             data["input_tokens"].astype(np.int32), data["output_tokens"].astype(np.int32), data["count"].astype(np.int64)
         )
-
-
-def arrays(pool: LengthPool) -> dict[str, npt.NDArray[Any]]:
-    """For the package's data file."""
-    return {
-        "input_tokens": pool.input_tokens.astype(np.int32),
-        "output_tokens": pool.output_tokens.astype(np.int32),
-        "count": pool.count.astype(np.int32),
-    }
 
 
 def poisson_trace(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,15 +49,6 @@ def packaged() -> dict[str, AzureService]:
             )
             for name in SERVICES
         }
-
-
-def arrays(name: str, service: AzureService) -> dict[str, npt.NDArray[Any]]:
-    """For the package's data file."""
-    return {
-        f"{name}/tick_steps": np.diff(service.tick, prepend=0),
-        f"{name}/input_tokens": service.input_tokens,
-        f"{name}/output_tokens": service.output_tokens,
-    }
 
 
 def read_csv(path: Path, start: datetime | None = None) -> AzureService:

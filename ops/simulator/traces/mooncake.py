@@ -10,7 +10,6 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,17 +46,6 @@ def packaged() -> Conversations:
             data["output_tokens"].astype(np.int32),
             data["shared_tokens"].astype(np.int32),
         )
-
-
-def arrays(conversations: Conversations, until_ms: int) -> dict[str, npt.NDArray[Any]]:
-    """For the package's data file."""
-    kept = conversations.arrival_ms < until_ms
-    return {
-        "arrival_ms": conversations.arrival_ms[kept].astype(np.int32),
-        "input_tokens": conversations.input_tokens[kept],
-        "output_tokens": conversations.output_tokens[kept],
-        "shared_tokens": conversations.shared_tokens[kept],
-    }
 
 
 def read_jsonl(path: Path) -> Conversations:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ops.simulator.traces.columns import merge, one_model, text
+from ops.simulator.traces.columns import merge, one_model
 from ops.simulator.traces.draws import FAMILIES, GAMMA, WEIBULL, lengths, renewals, stream
 from ops.simulator.traces.limits import RATE_RPS_MAX, TOKENS_MAX
 from ops.simulator.types import Trace
@@ -140,27 +140,6 @@ class ServeGenModel:
                 raise ConfigError(f"{self.name}: no client has token counts")
         return self._pools[span]
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """For the package's data file: small types, names prefixed with the model's."""
-        found: dict[str, npt.NDArray[Any]] = {
-            "client": self.client.astype(np.int16),
-            "cell": self.cell.astype(np.int16),
-            "rate_rps": self.rate_rps.astype(np.float32),
-            "cv": self.cv.astype(np.float32),
-            "family": self.family.astype(np.int8),
-            "lengths_client": self.lengths_client.astype(np.int16),
-            "lengths_span": self.lengths_span.astype(np.int16),
-            "outputs": _steps(self.outputs),
-        }
-        for place, quantiles in enumerate(self.inputs):
-            found[f"inputs{place}"] = _steps(quantiles)
-        return {f"{self.name}/{name}": array for name, array in found.items()}
-
-
-def _steps(quantiles: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Differences along a row, which compress better."""
-    return np.diff(quantiles, axis=1, prepend=0).astype(np.int32)
-
 
 def packaged(names: Iterable[str] = MODELS) -> dict[str, ServeGenModel]:
     """Day 0 of the models, from the package's data."""
@@ -259,42 +238,6 @@ def _quantiles(distribution: str | dict[Any, float]) -> list[int]:
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES * cumulated[-1]
     found = values[np.minimum(np.searchsorted(cumulated, places), len(values) - 1)]
     return [int(value) for value in np.rint(found)]
-
-
-def read_tables(
-    arrivals: Path, quantiles: Path, names: Iterable[str] = MODELS, until_s: float = DAY_S
-) -> list[ServeGenModel]:
-    """All models from two CSV files: ``model,client,window_start_s,rate_rps,iat_cv,dist,...`` and
-    ``model,client,window_start_s,field,mean,std,q0.5,...,q99.5`` (each may be gzipped)."""
-    cells: dict[str, list[_Cell]] = {name: [] for name in names}
-    rows: dict[str, dict[tuple[int, int], dict[str, list[int]]]] = {name: {} for name in names}
-    with text(arrivals) as file:
-        for line in csv.DictReader(file):
-            if line["model"] in cells and float(line["window_start_s"]) < until_s and float(line["rate_rps"]) > 0:
-                cells[line["model"]].append(
-                    _Cell(
-                        client=int(line["client"]),
-                        cell=int(float(line["window_start_s"]) // CELL_S),
-                        rate_rps=float(line["rate_rps"]),
-                        cv=float(line["iat_cv"]),
-                        family=FAMILIES.index(line["dist"].lower()),
-                    )
-                )
-    columns = [f"q{place}.5" for place in range(QUANTILES)]
-    with text(quantiles) as file:
-        for line in csv.DictReader(file):
-            if line["model"] in rows and float(line["window_start_s"]) < until_s:
-                key = (int(line["client"]), int(float(line["window_start_s"]) // LENGTHS_S))
-                values = [round(float(line[column])) for column in columns]
-                rows[line["model"]].setdefault(key, {})[line["field"]] = values
-    found = []
-    for name in cells:
-        known = [
-            _Row(client, span, {key: fields[key] for key in INPUT_FIELDS if key in fields}, fields["output_tokens"])
-            for (client, span), fields in rows[name].items()
-        ]
-        found.append(build(name, cells[name], known))
-    return found
 
 
 def build(name: str, cells: Iterable[_Cell], rows: Iterable[_Row]) -> ServeGenModel:

@@ -1,4 +1,4 @@
-"""The work-queue of tickets in memory: one shard, with the behaviour that a real server was measured to have."""
+"""The work-queue of tickets in the simulated world: one shard, as ``tests/contract`` holds a real server to it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Consumer:
     used_at_s: float = 0.0
 
 
-class MemoryQueue:
+class SimQueue:
     """One work-queue stream. Lost with its server, like the real one."""
 
     def __init__(self, clock: Clock, shard: int, created: int, limits: QueueLimits) -> None:

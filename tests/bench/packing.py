@@ -6,17 +6,15 @@ might save at most: 0 is proven best. Half of the pools are too small for their 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 
 from broker.core.plan.layout import Layout
 from broker.core.plan.problem import Block, Need, Problem, Site
 from broker.core.plan.search import Plan, plan
-from ops.bench.exact import Solution, solve
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
+from tests.bench.exact import Solution, solve
 
 GB = 1_000_000_000
 PROBLEMS = 25
@@ -50,7 +48,7 @@ def random_problem(
     )
     needs = tuple(
         Need(
-            model=ModelHash(f"{n:064x}"),
+            model=DeploymentKey(f"{n:064x}"),
             load=round(float(random.uniform(0.05, load_max)), 3),
             bytes_min=int(among(10, 20, 35) * GB),
             rates={"h100": 1.0, "a100": 0.5} if random.random() < 0.6 else {"h100": 1.0},
@@ -122,16 +120,3 @@ def measure_gap(problems: int = PROBLEMS, *, first_seed: int = 1) -> dict[str, f
         "solved_exactly": sum(one.exact.gap <= 1e-6 for one in found),
         "equal": sum(gap <= 1e-6 for gap in gaps),
     }
-
-
-def main() -> None:
-    """Prints what was found: as one line of JSON with ``--json``, which is the last, else for people."""
-    found = measure_gap()
-    if "--json" not in sys.argv[1:]:
-        print("\n".join(f"{name}: {value:g}" for name, value in found.items()))  # what it is for
-        return
-    print(msgspec.json.encode(found).decode())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Mutation testing of the pure cores: ``python -m ops.mutation --seed 1 --count 240``.
+"""Mutation testing of the pure cores: ``python -m tests.mutation --seed 1 --count 240``.
 
 Do the tests notice when the cores are wrong? cosmic-ray's operators say what can be changed; this module draws a random
 sample of the places, changes one at a time in a copy of the tree, and runs the core tests that reach the changed line.
@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CORES = ("broker/core", "workers/core")
-TREE = ("subjects", "profiles", "kvcache", "broker", "workers", "ops", "tests", "pyproject.toml")
+CORES = ("broker/core/plan", "broker/core/requests")
+TREE = ("carpool", "subjects", "profiles", "kvcache", "broker", "workers", "ops", "tests", "pyproject.toml")
 TESTS = "tests/core"
 TESTS_WITHOUT_CORES = ("test_profiles_*", "test_openai_*", "test_devices*")
 KILLED_MIN = 0.85
@@ -164,7 +164,7 @@ def sites_of(root: Path) -> list[list[Mutant]]:
 
 def draw(sites: list[list[Mutant]], count: int, seed: int) -> list[Mutant]:
     """``count`` sites in random order, one mutant of each."""
-    chance = random.Random(seed)  # noqa: S311 - a sample, not a secret
+    chance = random.Random(seed)
     return [chance.choice(site) for site in chance.sample(sites, min(count, len(sites)))]
 
 
@@ -190,7 +190,7 @@ class Tree:
                 path.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(name, path / name)
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "ops.mutation_runs"],
+            [sys.executable, "-m", "tests.mutation.runs"],
             cwd=path,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -345,7 +345,7 @@ def run(seed: int, count: int, seconds_max: float) -> Summary:
 
 def main() -> None:
     """Exit code 0: at least ``KILLED_MIN`` of the sample was killed."""
-    parser = argparse.ArgumentParser(prog="python -m ops.mutation", description="Mutation testing of the pure cores.")
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description="Mutation testing of the pure cores.")
     parser.add_argument("--seed", type=int, default=1, help="another seed draws another sample")
     parser.add_argument("--count", type=int, default=240, help="mutants to draw")
     parser.add_argument("--seconds-max", type=float, default=1800.0, help="begin no mutant after this long")

@@ -1,4 +1,4 @@
-"""Runs pytest again and again for ``ops.mutation``: ``python -m ops.mutation_runs`` in a copy of the tree.
+"""Runs pytest again and again for ``tests.mutation``: ``python -m tests.mutation.runs`` in a copy of the tree.
 
 Each line on stdin is an order ``{"files": [...], "limit_s": s, "variables": {...}}``; each line on stdout is the answer
 ``[exit code or null when out of time, end of the output]``. What no mutant changes is imported once and inherited by a fork
@@ -23,7 +23,7 @@ INHERITED = ("coverage", "hypothesis.stateful", "msgspec", "psutil", "subjects.m
 """Neither cores nor tests, whose assertions pytest rewrites when it imports them."""
 POLL_S = 0.02
 OUTPUT_CHARS_MAX = 4000
-OPTIONS = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "ops.mutation_plugin"]
+OPTIONS = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "tests.mutation.plugin"]
 # Inheriting hypothesis means that pytest cannot rewrite its assertions, and says so.
 WARNINGS = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
 

@@ -1,6 +1,6 @@
-"""The pytest side of ``ops.mutation``: records which test runs which line, or runs exactly the planned tests in order.
+"""The pytest side of ``tests.mutation``: records which test runs which line, or runs exactly the planned tests in order.
 
-Loaded with ``-p ops.mutation_plugin`` in a copy of the tree. The environment says what to do:
+Loaded with ``-p tests.mutation.plugin`` in a copy of the tree. The environment says what to do:
 
 - ``CARPOOL_MUTATION_RECORD``: write ``{"seconds": {test: s}, "lines": {file: {line: [test]}}}`` there at the end. A line
   that runs on import belongs to the test ``""``.
@@ -40,7 +40,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("mutation")
 if _record:
     # Started on import: the cores must not be imported before.
-    _coverage = coverage.Coverage(data_file=None, config_file=False, include=["broker/core/*", "workers/core/*"])
+    _cores = ["broker/core/plan/*", "broker/core/requests/*"]
+    _coverage = coverage.Coverage(data_file=None, config_file=False, include=_cores)
     _coverage.start()
 
 

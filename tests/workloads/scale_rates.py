@@ -1,4 +1,4 @@
-"""Finds the constants in ``rates``: ``python -m ops.simulator.scale_rates five-lines|busy-few|check|static WORKLOAD``.
+"""Finds the constants in ``rates``: ``python -m tests.workloads.scale_rates five-lines|busy-few|check|static WORKLOAD``.
 
 ``five-lines`` and ``busy-few``: for each model the largest multiple of the source's rates at which the stated number of
 dedicated replicas still meets the SLO for 99 % of the day's requests and of the headline's windows, times a :func:`margin`;
@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ops.simulator import rates
-from ops.simulator.dedicated import attainment, within_slo
 from ops.simulator.models import sim_model, usable_share, work_s
 from ops.simulator.options import RunOptions
 from ops.simulator.traces import servegen
 from ops.simulator.traces.columns import only
 from ops.simulator.types import SimModel, Trace
 from ops.simulator.workloads import HEADLINE_WINDOWS, INPUT_TOKENS_MAX, LINES, WARMUP_S, p99_minute, workload
+from tests.workloads.dedicated import attainment, within_slo
 
 GOAL = 0.99
 SINGLE_MARGIN = 0.07

@@ -1,0 +1,1 @@
+"""Yardsticks of the plan: small pools solved exactly, beside the greedy search."""
