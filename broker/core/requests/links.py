@@ -172,7 +172,7 @@ class Links:
         return all(replica in self.links for replica in self._ready.get(live.profile.deployment, ()))
 
     def pick(self, now_s: float, live: LiveRequest) -> Choice:
-        """Where it goes: of the replicas with room for it the one that holds least for its weight, of equals the one with the
+        """Where it goes: of the replicas with room for it the one that holds least for its weight, of equals the one with
         most room, then the one known first; or as its prefix would have it; nowhere while others of its lane are queued."""
         if (live.profile.deployment, live.profile.lane._value_) in self._queued:
             return NOWHERE
