@@ -38,7 +38,8 @@ def kv_least_bytes(model: ModelView, tokens_min: int) -> int:
 
 def fixed_bytes(record: ModelRecord) -> int:
     """What a replica is charged on each device beside its KV."""
-    return -(-record.weights_bytes // record.gpus) + record.overhead_bytes
+    parts_bytes = -(-record.weights_bytes // record.gpus) + record.overhead_bytes
+    return max(parts_bytes, record.budget_bytes - -(-record.kv_bytes // record.gpus))
 
 
 def kv_used_bytes(record: ModelRecord, replica: ReplicaView) -> int:
