@@ -81,6 +81,12 @@ def work_s(costs: StepCosts, sums: StepSums) -> float:
     )
 
 
+def is_sane(sums: StepSums) -> bool:
+    """Whether steps were made that took a time, as no message from elsewhere need say."""
+    counts = (sums.prompt_tokens, sums.prompt_tokens2, sums.requests, sums.context_tokens)
+    return sums.steps > 0 and 0 < sums.busy_s < math.inf and min(counts) >= 0
+
+
 def sums_between(before: StepSums, after: StepSums) -> StepSums:
     """What was done from one moment to a later one."""
     return StepSums(**{name: getattr(after, name) - getattr(before, name) for name in StepSums.__struct_fields__})
@@ -116,7 +122,7 @@ def fit_costs(points: Sequence[CostPoint], prior: StepCosts) -> StepCosts:
 
     What the points leave open stays in proportion to ``prior``, an estimate of which only the proportions count.
     """
-    taken = [point for point in points if point.sums.busy_s > 0 and point.sums.steps > 0]
+    taken = [point for point in points if is_sane(point.sums)]
     if not taken:
         return prior
     around = _scaled_to(taken, _floor(prior))

@@ -9,8 +9,22 @@ import msgspec
 import pytest
 
 from broker.core.plan.costs import CORRECTION_MAX, DEVIATION_S, MEASURED_BATCH_MAX, SERVER, Account, CostBook, Source
-from broker.core.pool.events import SchedulerSettings
+from broker.core.pool.events import (
+    BeatSeen,
+    KeepCosts,
+    LeadershipGained,
+    OperationSeen,
+    PublishDigest,
+    RaiseAlert,
+    RegistryLoaded,
+    SchedulerCommand,
+    SchedulerEvent,
+    SchedulerSettings,
+    Ticked,
+    WorkerReported,
+)
 from broker.core.pool.state import Pool
+from broker.core.scheduler import SchedulerCore
 from profiles.costs import fit_costs, knee, median_error, nonnegative, sums_between, sums_of, work_s
 from profiles.estimate import SIMULATED, WITHOUT_DEVICE, estimate, kind_figures
 from subjects.ids import DeviceId, ReplicaId, WorkerId
@@ -80,8 +94,8 @@ class Stage:
         self.now_s = 0.0
         self.tell(replicas=0)
 
-    def tell(self, *, replicas: int = 1, neighbour: bool = False) -> list[tuple[ModelRecord, str, Account]]:
-        """The worker's report, heard by pool and book."""
+    def snapshot(self, *, replicas: int = 1, neighbour: bool = False) -> WorkerSnapshot:
+        """What the worker reports now."""
         self.sequence += 1
         one = next(iter(self.records.values()))
         devices = tuple(
@@ -106,7 +120,7 @@ class Stage:
             )
             for index in range(replicas + neighbour)
         ]
-        snapshot = WorkerSnapshot(
+        return WorkerSnapshot(
             worker=WORKER,
             sequence=self.sequence,
             epoch_seen=0,
@@ -115,6 +129,10 @@ class Stage:
             devices=devices,
             replicas=tuple(reports),
         )
+
+    def tell(self, *, replicas: int = 1, neighbour: bool = False) -> list[tuple[ModelRecord, str, Account]]:
+        """The worker's report, heard by pool and book."""
+        snapshot = self.snapshot(replicas=replicas, neighbour=neighbour)
         self.pool.report(self.now_s, snapshot)
         return self.book.observe(self.now_s, snapshot, self.records)
 
@@ -127,10 +145,10 @@ class Stage:
             news += self.tell(neighbour=neighbour)
         return news
 
-    def measured(self, *points: CostPoint, whole: bool = False) -> KeptCosts | None:
-        """The replica's event."""
+    def event(self, *points: CostPoint, whole: bool = False) -> CostsMeasured:
+        """What a replica measured."""
         one = next(iter(self.records.values()))
-        event = CostsMeasured(
+        return CostsMeasured(
             worker=WORKER,
             replica=ReplicaId("m-0"),
             model_hash=one.model_hash,
@@ -139,7 +157,11 @@ class Stage:
             points=points,
             whole=whole,
         )
-        return self.book.measured(self.now_s, event, one)
+
+    def measured(self, *points: CostPoint, whole: bool = False) -> KeptCosts | None:
+        """The same, heard by the book."""
+        one = next(iter(self.records.values()))
+        return self.book.measured(self.now_s, self.event(*points, whole=whole), one)
 
 
 # --------------------------------------------------------------------------------------------------------------- fitting
@@ -199,14 +221,14 @@ def test_every_kind_here_has_costs() -> None:
     stage = Stage(one, kinds=(H100, "l4-24gb"))
     filled = stage.book.filled(one)
     assert filled.costs[H100] == TRUE and filled.costs["l4-24gb"].step_const_s > TRUE.step_const_s
-    assert stage.book.filled(one) is filled and stage.book.priced(one)
+    assert stage.book.filled(one) is filled
     assert Stage(one).book.filled(one) is one
 
 
 def test_a_model_whose_engine_is_nowhere_has_no_costs() -> None:
-    """Nothing here runs a simulated engine."""
+    """Nothing here runs a simulated engine: no plan can be made with it."""
     stage = Stage(model())
-    assert not stage.book.priced(record("s"))
+    assert stage.book.filled(record("s")).costs == {}
     assert stage.book.costs_of(record("s"), H100) == (SIMULATED, Source.GIVEN)
 
 
@@ -393,3 +415,56 @@ def test_what_was_kept_is_known_again() -> None:
     later.book.restore((msgspec.structs.replace(kept, at_unix_s=2.0, points=GRID[:2]),))
     assert later.book.costs_of(one, H100) == stage.book.costs_of(one, H100)
     assert not later.book.to_load(one, WORKER, DeviceId("gpu0"))
+
+
+def test_a_scheduler_tells_who_measures_and_keeps_what_came() -> None:
+    """The digest asks one replica until it has all; a leader orders what came to be kept; a deviation is told."""
+    one = model()
+    stage = Stage(one)
+    core = SchedulerCore(SchedulerSettings(listen_s=0.0), None)
+    stage.pool, stage.book = core.pool, core.costs
+    events: list[SchedulerEvent] = [RegistryLoaded((one,)), LeadershipGained(1), Ticked(1000.0)]
+    told: list[int] = []
+
+    def step(event: SchedulerEvent) -> list[SchedulerCommand]:
+        commands = core.step(stage.now_s, event)
+        told.extend(
+            row.measure for command in commands if isinstance(command, PublishDigest) for row in command.digest.replicas
+        )
+        return commands
+
+    for event in events:
+        step(event)
+    stage.sums = work(1, 10, decodes=True)
+    step(BeatSeen(WORKER, 0))
+    step(WorkerReported(stage.snapshot()))
+    stage.now_s += 2.0
+    step(Ticked(1002.0))
+    assert told[-1] == MEASURED_BATCH_MAX
+    kept = [command for command in step(OperationSeen(stage.event(*GRID, whole=True))) if isinstance(command, KeepCosts)]
+    assert len(kept) == 1 and kept[0].kept.whole and kept[0].kept.at_unix_s == pytest.approx(1002.0)
+    stage.now_s += 2.0
+    step(Ticked(1004.0))
+    assert told[-1] == 0
+    alerts = []
+    for _ in range(120):
+        stage.now_s += 1.0
+        stage.sums = sums_of(stage.sums, work(4, 500, decodes=True, steps=100, off=1.5))
+        step(BeatSeen(WORKER, 0))
+        commands = step(WorkerReported(stage.snapshot())) + step(Ticked(1000.0 + stage.now_s))
+        alerts += [command.alert.kind for command in commands if isinstance(command, RaiseAlert)]
+    assert alerts.count("costs-deviate") == 1
+    assert told[-1] == MEASURED_BATCH_MAX
+
+
+def test_absurd_numbers_say_nothing() -> None:
+    """What no engine can mean is dropped: negative counts, and times that are no number."""
+    one = model()
+    stage = Stage(one)
+    for sums in (StepSums(steps=1, busy_s=math.nan), StepSums(steps=1, busy_s=math.inf), StepSums(steps=-1, busy_s=1.0)):
+        assert stage.measured(CostPoint(batch=1, input_tokens=1, sums=sums)) is None
+    stage.tell()
+    for busy_s in (math.nan, math.inf, -1.0):
+        stage.sums = StepSums(steps=stage.sums.steps + 1000, requests=1, busy_s=busy_s)
+        stage.tell()
+    assert stage.book.costs_of(one, H100)[1] is Source.ESTIMATED and stage.book.rows(one)[0].steps == 0

@@ -54,7 +54,6 @@ class QueueOnly:
     """Starts its placement and never changes it."""
 
     name = "queue-only"
-    wakes_cold_models = False
 
     def __init__(self, planned: Sequence[_Planned]) -> None:
         self._planned = planned
