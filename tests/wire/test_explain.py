@@ -213,6 +213,10 @@ def test_a_gateway_remembers_numbers_of_its_requests() -> None:
     assert (ended.state, ended.age_s, ended.status, ended.output_tokens) == ("ended", 6.0, 200, 5)
     recent.ended(one, 17.0, status=500)
     assert recent.story(one, 99.0) == ended
+    for attempt, begun in ((1, False), (2, True)):
+        recent.granted(two, attempt, ReplicaId(f"r-{attempt}"), 0.1)
+        recent.restarted(two, begun=begun)
+    assert [(once.lost, once.begun) for once in recent.story(two, 16.0).attempts] == [(True, False), (True, True)]
     recent.ended(two, 17.0, status=503, code="no_capacity")
     recent.ended(three, 18.0, status=499, code="client_left")
     assert not recent.story(one, 99.0).known
