@@ -59,7 +59,7 @@ from broker.gateway.recent_requests import RecentRequests
 from broker.gateway.request_shell import RequestShell
 from kvcache.core.prefix_index import PrefixIndex
 from profiles.blocks import engine_salt
-from profiles.features import OutputLengths, RequestContext, parse_fields, profile_and_chain
+from profiles.features import OutputLengths, RequestContext, profile_and_chain
 from profiles.tokenizer import ModelTokenizer, PromptTokenizer
 from subjects import names
 from subjects.bus import Bus, BusMessage, KvEntry, Subscription
@@ -430,7 +430,6 @@ class Gateway:
 
     async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> _Profiled:
         record = view.record
-        parsed = parse_fields(ask.endpoint, body.mapping)
         tokenizer = await self._tokenizer_of(record)
         count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
         prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
@@ -451,7 +450,7 @@ class Gateway:
             kind=request_kind(ask),
             adapter=view.adapter,
         )
-        profile, chain = profile_and_chain(record, ask.endpoint, parsed, prompts, context, self._lengths)
+        profile, chain = profile_and_chain(record, ask.endpoint, body.profile_fields(), prompts, context, self._lengths)
         # KV of embeddings is not kept either, so their prompts are not looked for.
         kept = record.kv_reuse and ask.endpoint is not Endpoint.EMBEDDINGS
         hashes = chain.hashes if kept and not self.prefixes.empty else []
