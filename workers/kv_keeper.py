@@ -285,19 +285,7 @@ class KvKeeper:
             running=True,
             note=note,
             tiers=tuple(tiers),
-            models=tuple(
-                KvModelReport(
-                    kv_signature=one.kv_signature,
-                    host_bytes=one.host_bytes,
-                    host_blocks=one.host_blocks,
-                    disk_bytes=one.disk_bytes,
-                    disk_blocks=one.disk_blocks,
-                    hits=one.hits,
-                    misses=one.misses,
-                    evicted=one.evicted,
-                )
-                for one in largest[:MODELS_TOLD_MAX]
-            ),
+            models=tuple(msgspec.convert(one, KvModelReport, from_attributes=True) for one in largest[:MODELS_TOLD_MAX]),
             hits=stats.hits,
             misses=stats.misses,
             corrupt=stats.corrupt,
