@@ -154,8 +154,3 @@ def kv_index(worker: WorkerId) -> str:
 def kv_ask(worker: WorkerId) -> str:
     """Where a worker's node answers ``KvAsk``: what it has of a chain, and where to fetch it."""
     return f"{PREFIX}.kv.ask.{_token(worker)}"
-
-
-def traffic(ingress: IngressId) -> str:
-    """Recorded request profiles."""
-    return f"{PREFIX}.traffic.{_token(ingress)}"

@@ -275,11 +275,6 @@ class Gateway:
         view = self._models.resolve(name)
         return None if view is None else (view, self._models.state(view.record))
 
-    def record_of(self, name: str) -> ModelRecord | None:
-        """The record of a name or alias."""
-        view = self._models.resolve(name)
-        return None if view is None else view.record
-
     def unknown_model(self, name: str) -> ApiError:
         """The 404 for a name nobody configured."""
         return _api_error(unknown_model(name))

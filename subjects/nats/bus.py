@@ -154,10 +154,6 @@ class NatsBus:
         """See :meth:`subjects.bus.Bus.queue_ack`."""
         await self._connection.publish(token, b"+ACK")
 
-    async def queue_nak(self, token: str) -> None:
-        """See :meth:`subjects.bus.Bus.queue_nak`."""
-        await self._connection.publish(token, b"-NAK")
-
     async def open_puller(
         self,
         model: ModelKey,
