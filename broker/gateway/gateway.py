@@ -52,12 +52,12 @@ from broker.core.requests.events import (
 from broker.core.requests.events import Failed as CoreFailed
 from broker.gateway.ask_headers import header, request_kind, timeout_s_of, wish_of
 from broker.gateway.exchange import Ask, Ended, Exchange, Failed
-from broker.gateway.kv_sync import KvSync
 from broker.gateway.metrics import UNRESOLVED, GatewayMetrics
 from broker.gateway.models import ModelTable
 from broker.gateway.recent_requests import RecentRequests
 from broker.gateway.request_shell import RequestShell
 from kvcache.core.prefix_index import PrefixIndex
+from kvcache.wire.index_sync import IndexSync
 from profiles.blocks import engine_salt
 from profiles.features import OutputLengths, RequestContext, profile_and_chain
 from profiles.tokenizer import ModelTokenizer, PromptTokenizer
@@ -148,7 +148,7 @@ class Gateway:
         self._admission = Admission(self._options.limits)
         self.prefixes = PrefixIndex()
         """Who holds the KV of which prompts."""
-        self._kv_sync = KvSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
+        self._kv_sync = IndexSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
         self._reuse: dict[str, tuple[ModelRecord, ReuseCosts]] = {}
         shards = self._options.queue_shards
         self._shell = RequestShell(bus, self.ingress, self, queue_shards=shards, prefixes=self.prefixes)

@@ -375,8 +375,8 @@ def test_a_row_that_changed_on_its_way_is_not_given_to_the_engine(tmp_path: Path
 
 def test_a_node_logs_from_the_level_that_is_wanted() -> None:
     """Info where nobody says otherwise: what it tries in vain every few seconds would fill the worker's log."""
-    code = "import structlog; from kvcache import node_main; node_main.configure_logging(); log = structlog.get_logger(); "
-    code += "[log.debug('a detail'), log.warning('a warning')]"
+    code = "import structlog; from kvcache.node.main import configure_logging; configure_logging(); "
+    code += "log = structlog.get_logger(); [log.debug('a detail'), log.warning('a warning')]"
     for level, told in (("", False), ("debug", True)):
         done = subprocess.run(
             [sys.executable, "-c", code],
