@@ -30,7 +30,7 @@ from kvcache.errors import KvUnavailable
 from kvcache.node.data_bytes import prepare_socket
 from kvcache.node.settings import NATS_VARIABLE, NodeSettings
 from kvcache.wire.client import KvClient, KvNode
-from kvcache.wire.messages import KvUse
+from kvcache.wire.messages import Attach, KvUse
 from ops.bench.kv import KvBench
 from ops.kept import Kept
 from ops.servers import free_port, nats_server_argv, port_is_free
@@ -38,7 +38,7 @@ from profiles.blocks import chain_hashes
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.errors import BusError, CarpoolError
-from subjects.ids import ReplicaId, WorkerId
+from subjects.ids import WorkerId
 from subjects.messages import KvAsk, KvOffer
 from subjects.nats.bus import NatsBus
 
@@ -191,14 +191,8 @@ class _Node:
 
     def write(self, signature: KvSignature, hashes: list[bytes]) -> None:
         """Gives it a chain of blocks of noise."""
-        client = KvClient(
-            self.path,
-            model_hash="a" * 64,
-            weights_hash=_WEIGHTS,
-            signature=signature,
-            replica=ReplicaId("bench-1"),
-            timeout_s=10.0,
-        )
+        attach = Attach(model_hash="a" * 64, weights_hash=_WEIGHTS, signature=signature, replica="bench-1")
+        client = KvClient(self.path, attach, timeout_s=10.0)
         row = os.urandom(signature.block_bytes)
         some = memoryview(row * min(len(hashes), max(1, PIECE_BYTES // signature.block_bytes)))
         step = len(some) // signature.block_bytes
