@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from ops.calibrate_cli import calibrate
-from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.cli_common import Pool, bus_url, json_option, nats_option, on_pool, pool_name_option, run
 from ops.costs_cli import profile
 from ops.event_cli import event
 from ops.evidence_cli import bench, prove, replay_scheduler
@@ -118,32 +118,29 @@ def up(
     carpool up --nats nats://10.0.0.5:4222 --redis redis://10.0.0.5:6379/0
     """
     from ops.models import records_of
+    from ops.paths import pool_state
+    from ops.supervisor import PoolOptions
     from ops.up import run_up
 
     records = records_of(files)  # A wrong file is told before anything starts.
-    flags = [*_open_flags(api_keys, allow_open), "--processes", str(gateway_processes)]
-    sys.exit(
-        run(
-            run_up(
-                pool_name=pool_name,
-                host=host,
-                http_port=port,
-                nats_url=nats_url,
-                nats_port=nats_port,
-                redis_url=redis_url,
-                redis_port=redis_port,
-                devices=devices,
-                records=records,
-                gateway_flags=tuple(flags),
-                scheduler_flags=(
-                    *(("--policy", policy) if policy else ()),
-                    *(("--record", str(record.absolute())) if record else ()),
-                ),
-                worker=not no_worker,
-                worker_flags=worker_flags(kv),
-            )
-        )
+    options = PoolOptions(
+        state_dir=pool_state(pool_name),
+        host=host,
+        http_port=port,
+        nats_url=nats_url,
+        nats_port=nats_port,
+        redis_url=redis_url,
+        redis_port=redis_port,
+        devices=devices,
+        gateway_flags=(*_open_flags(api_keys, allow_open), "--processes", str(gateway_processes)),
+        scheduler_flags=(
+            *(("--policy", policy) if policy else ()),
+            *(("--record", str(record.absolute())) if record else ()),
+        ),
+        worker=not no_worker,
+        worker_flags=worker_flags(kv),
     )
+    sys.exit(run(run_up(options, records)))
 
 
 _shards = click.option(
@@ -152,12 +149,6 @@ _shards = click.option(
 _state = click.option(
     "--state-dir", type=click.Path(path_type=Path), help="Where this part keeps its state. Default: below the user's state."
 )
-
-
-def _state_dir(given: Path | None, pool_name: str = "default") -> Path:
-    from ops.paths import pool_state
-
-    return given or pool_state(pool_name)
 
 
 @main.command()
@@ -198,20 +189,8 @@ def gateway(
         sys.exit(run(run_processes(options)))
     from ops import parts
 
-    sys.exit(
-        run(
-            parts.gateway(
-                nats_urls=url.split(","),
-                name=name,
-                host=host,
-                port=port,
-                api_keys=api_keys,
-                allow_open=allow_open,
-                shards=shards,
-                place=None if process is None or process_dir is None else (process_dir, process, processes),
-            )
-        )
-    )
+    place = None if process is None or process_dir is None else (process_dir, process, processes)
+    sys.exit(run(parts.gateway(url, name, host, port, api_keys, allow_open, shards, place)))
 
 
 def _open_flags(api_keys: Path | None, allow_open: bool) -> list[str]:
@@ -225,9 +204,7 @@ def _open_flags(api_keys: Path | None, allow_open: bool) -> list[str]:
 @_shards
 @_state
 @nats_option
-def scheduler(
-    name: str, policy: str | None, record: Path | None, shards: int, state_dir: Path | None, nats_url: str
-) -> None:
+def scheduler(**given: Any) -> None:
     """Run one scheduler; of several, one leads and the others stand by.
 
     \b
@@ -236,19 +213,7 @@ def scheduler(
     """
     from ops import parts
 
-    urls = bus_url(nats_url).split(",")
-    sys.exit(
-        run(
-            parts.scheduler(
-                nats_urls=urls,
-                name=name,
-                state_dir=_state_dir(state_dir),
-                shards=shards,
-                policy=policy,
-                record=record,
-            )
-        )
-    )
+    sys.exit(run(parts.scheduler(**given)))
 
 
 @main.command(short_help="Run one worker agent with this machine's devices.")
@@ -271,17 +236,7 @@ def scheduler(
 @_shards
 @_state
 @nats_option
-def worker(
-    devices: tuple[str, ...],
-    threads: int,
-    step_turns: bool | None,
-    name: str,
-    redis_url: str,
-    shards: int,
-    state_dir: Path | None,
-    nats_url: str,
-    **kv: Any,
-) -> None:
+def worker(**given: Any) -> None:
     """Run one worker agent: it starts and ends the replicas on this machine's devices.
 
     \b
@@ -290,22 +245,7 @@ def worker(
     """
     from ops import parts
 
-    urls = bus_url(nats_url).split(",")
-    sys.exit(
-        run(
-            parts.worker(
-                nats_urls=urls,
-                name=name,
-                state_dir=_state_dir(state_dir),
-                devices=devices,
-                threads=threads,
-                shards=shards,
-                step_turns=step_turns,
-                kv=kv,
-                redis_url=redis_url,
-            )
-        )
-    )
+    sys.exit(run(parts.worker(**given)))
 
 
 # ------------------------------------------------------------------------------------------------------------- models
@@ -331,10 +271,8 @@ def apply(files: tuple[Path, ...], dry_run: bool, nats_url: str, pool_name: str)
 
 @main.command(short_help="Show models, replicas, devices, queues, costs, KV tiers, locks or the timeline.")
 @click.argument("what", type=click.Choice(["models", "replicas", "devices", "queues", "timeline", "locks", "kv", "costs"]))
-@json_option
-@nats_option
-@pool_name_option
-def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def get(pool: Pool, what: str) -> None:
     """Show models, replicas, devices, queues, people's locks, the timeline of placement actions, what each worker keeps of
     models' KV in host memory and on disk, or what models' steps cost on each kind of device and who says so.
 
@@ -344,19 +282,15 @@ def get(what: str, as_json: bool, nats_url: str, pool_name: str) -> None:
     """
     from ops.models import show
 
-    run(show(what, as_json=as_json, nats_url=bus_url(nats_url, pool_name)))
+    run(show(what, as_json=pool.as_json, nats_url=pool.url))
 
 
 def _verb(name: str, done: str, short: str, help_text: str) -> None:
     @main.command(name, short_help=short, help=f"{help_text}\n\n\b\ncarpool {name} smollm2")
     @click.argument("model")
-    @nats_option
-    @pool_name_option
-    def command(model: str, nats_url: str, pool_name: str) -> None:
-        from ops.control import control
-
-        run(control(bus_url(nats_url, pool_name), name, {"model": model}))
-        click.echo(f"{model}: {done}")
+    @on_pool
+    def command(pool: Pool, model: str) -> None:
+        pool.tell(pool.ask(name, model=model), lambda: f"{model}: {done}")
 
 
 _verb(

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ops.cli_common import bus_url, json_option, nats_option, pool_name_option, run
+from ops.cli_common import Pool, on_pool, run
 
 ASK_EVERY_S = 1.0
 LEASE_S = 5.0
@@ -22,10 +22,8 @@ CLASS_TOKENS = (256, 1024, 4096)
 @click.argument("model")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1, 10), help="How often each point is taken.")
 @click.option("--batch-max", default=32, show_default=True, type=click.IntRange(1, 32), help="The largest batch.")
-@json_option
-@nats_option
-@pool_name_option
-def profile(model: str, rounds: int, batch_max: int, as_json: bool, nats_url: str, pool_name: str) -> None:
+@on_pool
+def profile(pool: Pool, model: str, rounds: int, batch_max: int) -> None:
     """Measure what a model's steps take: batches of 1 to 32, three lengths of prompts, where they stop to pay (the knee).
 
     One ready replica measures whenever it is idle; requests go first. Prints the curves and what to paste under
@@ -35,13 +33,8 @@ def profile(model: str, rounds: int, batch_max: int, as_json: bool, nats_url: st
     carpool profile smollm2
     carpool profile smollm2 --rounds 3
     """
-    row = run(_measured(bus_url(nats_url, pool_name), model, rounds, batch_max))
-    if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(row).decode())
-    else:
-        click.echo("\n".join(_told(row)))
+    row = run(_measured(pool.url, model, rounds, batch_max))
+    pool.tell(row, lambda: "\n".join(_told(row)))
 
 
 async def _measured(nats_url: str, model: str, rounds: int, batch_max: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from subjects import names
 from subjects.errors import BusError, ConfigError, NoResponders
 
 PAYLOAD_BYTES_MIN = 1024 * 1024
-"""NATS's own default. A part of a grant holds up to 256 KiB of body and as much of tokens; the pool's digest grows."""
+"""NATS's own default. A part of a grant holds up to 256 KiB of body; the pool's digest grows."""
 CONNECT_S_MAX = 5.0
 LOOK_S_MAX = 1.0
 

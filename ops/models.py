@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from ops.cli_common import clock
 from ops.control import control
 from subjects.errors import ConfigError
 from subjects.messages import ModelRecord
@@ -83,10 +84,13 @@ def estimate_text(record: ModelRecord) -> str:
     """What its steps should cost on each kind of device of this machine, marked as nobody's measurement."""
     import os
 
+    import structlog
+
     from profiles.estimate import estimate, figures
     from subjects.messages import DeviceReport
     from workers.devices import parse_devices
 
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     lines = []
     for device in {device.device_type: device for device in parse_devices(())}.values():
         threads = len(os.sched_getaffinity(0))
@@ -125,14 +129,14 @@ async def show(what: str, *, as_json: bool, nats_url: str) -> None:
     if what == "costs":
         rows = [_priced(row) for row in rows]
     if what == "locks":
-        rows = [{**row, "since": _clock(row["since_unix_s"], "%Y-%m-%d %H:%M"), "since_unix_s": None} for row in rows]
+        rows = [{**row, "since": clock(row["since_unix_s"], "%Y-%m-%d %H:%M"), "since_unix_s": None} for row in rows]
     print_table(rows)
 
 
 def _told(entry: dict[str, Any]) -> dict[str, Any]:
     """An entry of the timeline as people read it, the long text last; ``--json`` has all of it."""
     return {
-        "time": _clock(entry["at_unix_s"]),
+        "time": clock(entry["at_unix_s"]),
         "action": entry["action"],
         "model": entry["model"],
         "device": entry["device"],
@@ -163,10 +167,6 @@ def _priced(row: dict[str, Any]) -> dict[str, Any]:
 def _kept(held: dict[str, Any]) -> str:
     """What a tier has of one model."""
     return f"{held['model']} {held['blocks']} ({size(held['bytes'])})"
-
-
-def _clock(unix_s: float, form: str = "%H:%M:%S") -> str:
-    return time.strftime(form, time.localtime(unix_s))
 
 
 def print_table(rows: Sequence[dict[str, Any]], *, title: str | None = None) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ops import logs
+from ops.cli_common import bus_url
 from ops.joined import check_nats
+from ops.paths import pool_state
 
 
 async def gateway(
-    *,
-    nats_urls: Sequence[str],
+    nats_url: str,
     name: str,
     host: str,
     port: int,
@@ -32,9 +33,9 @@ async def gateway(
     http = HttpOptions()
     if place is not None:
         http = replace(http, bodies_bytes_max=http.bodies_bytes_max // place[2])
-    await check_nats(",".join(nats_urls), must_answer=False)
+    await check_nats(nats_url, must_answer=False)
     config = GatewayConfig(
-        nats_urls=tuple(nats_urls),
+        nats_urls=tuple(nats_url.split(",")),
         host=host,
         port=port,
         api_keys=api_keys,
@@ -47,19 +48,20 @@ async def gateway(
 
 
 async def scheduler(
-    *, nats_urls: Sequence[str], name: str, state_dir: Path, shards: int, policy: str | None, record: Path | None
+    *, nats_url: str, name: str, state_dir: Path | None, shards: int, policy: str | None, record: Path | None
 ) -> int:
     """Decides until SIGTERM."""
     from broker.scheduler.policies import DEFAULT_POLICY
     from broker.scheduler.shell import SchedulerConfig, run_scheduler
 
     logs.configure("scheduler")
-    await check_nats(",".join(nats_urls), must_answer=False)
+    urls = bus_url(nats_url)
+    await check_nats(urls, must_answer=False)
     return await run_scheduler(
         SchedulerConfig(
-            nats_urls=tuple(nats_urls),
+            nats_urls=tuple(urls.split(",")),
             name=name,
-            state_dir=state_dir,
+            state_dir=state_dir or pool_state("default"),
             queue_shards=shards,
             policy=policy or DEFAULT_POLICY,
             record=record,
@@ -69,15 +71,15 @@ async def scheduler(
 
 async def worker(
     *,
-    nats_urls: Sequence[str],
+    nats_url: str,
     name: str,
-    state_dir: Path,
+    state_dir: Path | None,
     devices: Sequence[str],
     threads: int,
     shards: int,
-    step_turns: bool | None = None,
-    kv: Mapping[str, Any],
-    redis_url: str = "",
+    step_turns: bool | None,
+    redis_url: str,
+    **kv: Any,
 ) -> int:
     """Runs an agent, its replicas and its KV node until SIGTERM. ``kv`` is by the names of ``kv_cli.KV_FLAGS``."""
     from workers.agent import AgentConfig, default_name, run_agent
@@ -85,14 +87,15 @@ async def worker(
     from workers.kv_config import kv_config
 
     logs.configure("worker")
-    await check_nats(",".join(nats_urls), must_answer=False)
-    name = name or default_name()
+    urls = bus_url(nats_url)
+    await check_nats(urls, must_answer=False)
+    name, state = name or default_name(), (state_dir or pool_state("default")) / "worker"
     config = AgentConfig(
         name=name,
-        nats_urls=tuple(nats_urls),
-        state_dir=state_dir / "worker",
+        nats_urls=tuple(urls.split(",")),
+        state_dir=state,
         devices=parse_devices(devices),
-        kv=kv_config(kv, directory=state_dir / "worker" / f"kv-{name}", redis_url=redis_url),
+        kv=kv_config(kv, directory=state / f"kv-{name}", redis_url=redis_url),
         threads=threads,
         queue_shards=shards,
         step_turns=step_turns,

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from ops.models import apply_records
-from ops.paths import pool_state
 from ops.supervisor import Pool, PoolOptions, end_start_on_signal, until_signal
 from subjects.messages import ModelRecord
 
@@ -15,37 +14,8 @@ INTERRUPTED = 130
 """Exit code after a signal that came before the pool was ready."""
 
 
-async def run_up(
-    *,
-    pool_name: str,
-    host: str,
-    http_port: int,
-    nats_url: str,
-    nats_port: int,
-    redis_url: str,
-    redis_port: int,
-    devices: Sequence[str],
-    records: Sequence[ModelRecord],
-    gateway_flags: tuple[str, ...],
-    scheduler_flags: tuple[str, ...],
-    worker: bool,
-    worker_flags: tuple[str, ...] = (),
-) -> int:
+async def run_up(options: PoolOptions, records: Sequence[ModelRecord]) -> int:
     """Starts the set, prints its endpoints, applies ``records`` and waits for a signal. Returns the exit code."""
-    options = PoolOptions(
-        state_dir=pool_state(pool_name),
-        host=host,
-        http_port=http_port,
-        nats_url=nats_url,
-        nats_port=nats_port,
-        redis_url=redis_url,
-        redis_port=redis_port,
-        devices=tuple(devices),
-        gateway_flags=gateway_flags,
-        scheduler_flags=scheduler_flags,
-        worker=worker,
-        worker_flags=worker_flags,
-    )
     end_start_on_signal()
     print("carpool: starting", flush=True)
     try:

@@ -12,6 +12,8 @@ import operator
 import statistics
 from collections.abc import Sequence
 
+import msgspec
+
 from subjects.messages import CostPoint, EngineType, StepCosts, StepSums
 
 LENGTH_CLASS_TOKENS_MAX = (512, 2048)
@@ -62,7 +64,7 @@ def chunk_tokens(costs: StepCosts, tpot_s: float) -> int:
 
 BESIDE_WEIGHT = 0.25
 """Of a point that was taken while a neighbour worked on the device."""
-PRIOR_WEIGHT = 0.02
+PRIOR_WEIGHT = 0.01
 """What holds a cost that no point tells of to its estimate, beside a point's relative error."""
 REWEIGHTS = 20
 _PARTS = StepCosts.__struct_fields__
@@ -77,6 +79,12 @@ def work_s(costs: StepCosts, sums: StepSums) -> float:
         + costs.prefill_token_s * sums.prompt_tokens
         + costs.prefill_token2_s * sums.prompt_tokens2
     )
+
+
+def is_sane(sums: StepSums) -> bool:
+    """Whether steps were made that took a time, as no message from elsewhere need say."""
+    counts = (sums.prompt_tokens, sums.prompt_tokens2, sums.requests, sums.context_tokens)
+    return sums.steps > 0 and 0 < sums.busy_s < math.inf and min(counts) >= 0
 
 
 def sums_between(before: StepSums, after: StepSums) -> StepSums:
@@ -114,12 +122,10 @@ def fit_costs(points: Sequence[CostPoint], prior: StepCosts) -> StepCosts:
 
     What the points leave open stays in proportion to ``prior``, an estimate of which only the proportions count.
     """
-    taken = [point for point in points if point.sums.busy_s > 0 and point.sums.steps > 0]
+    taken = [point for point in points if is_sane(point.sums)]
     if not taken:
         return prior
-    floor = _floor(prior)
-    scale = statistics.median(point.sums.busy_s / max(work_s(floor, point.sums), 1e-12) for point in taken)
-    around = StepCosts(**{part: scale * getattr(floor, part) for part in _PARTS})
+    around = _scaled_to(taken, _floor(prior))
     rows = [
         [work_s(StepCosts(**(_NOTHING | {part: getattr(around, part)})), point.sums) for part in _PARTS] for point in taken
     ]
@@ -129,6 +135,21 @@ def fit_costs(points: Sequence[CostPoint], prior: StepCosts) -> StepCosts:
 
 
 _NOTHING = dict.fromkeys(_PARTS, 0.0)
+
+
+def _scaled_to(points: Sequence[CostPoint], prior: StepCosts) -> StepCosts:
+    """The prior, its steps scaled to the points that decode and its prefill to what the others take beside their steps."""
+    steps = msgspec.structs.replace(prior, prefill_token_s=0.0, prefill_token2_s=0.0)
+    prefill = msgspec.structs.replace(prior, step_const_s=0.0, step_request_s=0.0, step_context_token_s=0.0)
+    decoding = [point.sums for point in points if point.decodes]
+    scale = statistics.median(sums.busy_s / work_s(steps, sums) for sums in decoding) if decoding else 1.0
+    first = [
+        max(sums.busy_s - scale * work_s(steps, sums), 0.1 * sums.busy_s) / work_s(prefill, sums)
+        for sums in (point.sums for point in points if not point.decodes and point.sums.prompt_tokens)
+    ]
+    prefill_scale = statistics.median(first) if first else scale
+    parts = {part: scale * getattr(steps, part) + prefill_scale * getattr(prefill, part) for part in _PARTS}
+    return StepCosts(**parts)
 
 
 def _floor(prior: StepCosts) -> StepCosts:

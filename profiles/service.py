@@ -99,7 +99,8 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What the owner knows of the model's needs. All optional: what is absent is computed from the files or measured.
 
     ``gpus`` linked devices are spanned by one replica. ``costs`` are by kind of device, such as ``h100-80gb`` or ``cpu``
-    (``carpool get devices`` shows the kinds): without them the coordinator knows no capacity of the model there.
+    (``carpool get devices`` shows the kinds), and win over what is measured there: leave them out unless you know better.
+    ``carpool get costs`` shows what is gone by, ``carpool profile`` prints a measurement to paste.
     """
 
     baseline_memory_gb: MemoryGb | None = None

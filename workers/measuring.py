@@ -1,7 +1,7 @@
 """Measuring what an engine's steps take, with requests of its own, while nobody else's run there (PRO-4).
 
 Each point is a batch of equal prompts: what it took until all had their first token tells of prefill, the rest of decoding.
-The time is the engine's own where it tells what its steps did, so that neither rendering nor the event loop is in it.
+The time is the engine's own account of its steps, so that neither rendering nor the event loop is in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX, sums_between
 from subjects.ids import RequestId
-from subjects.messages import CostPoint, Delta, Endpoint, StepSums, Task
+from subjects.messages import CostPoint, Delta, Endpoint, Task
 from workers.engines.base import Engine, EngineInfo, EngineRequest
 
 PREFIX = "measure-"
@@ -120,20 +120,17 @@ class Prober:
         """One measurement; nothing when it was abandoned or refused."""
         assert not self._waiting, "one point at a time"
         self._broken = False
-        before, began_s = self._engine.load().sums, time.monotonic()
+        before = self._engine.load().sums
         for _ in range(batch):
             self._ask(input_tokens, output_tokens)
         async with asyncio.timeout(POINT_S_MAX):
             await self._until(lambda: all(self._waiting.values()))
-            middle, first_s = self._engine.load().sums, time.monotonic()
+            middle = self._engine.load().sums
             await self._until(lambda: not self._waiting)
-        after, ended_s = self._engine.load().sums, time.monotonic()
-        if self._broken:
+        after = self._engine.load().sums
+        if self._broken or before is None or middle is None or after is None:
             return []
-        if before is not None and middle is not None and after is not None:
-            prefill, decode = sums_between(before, middle), sums_between(middle, after)
-        else:
-            prefill, decode = by_hand(batch, input_tokens, output_tokens, first_s - began_s, ended_s - first_s)
+        prefill, decode = sums_between(before, middle), sums_between(middle, after)
         token_s = prefill.busy_s / (batch * input_tokens)
         self._token_s = min(self._token_s or token_s, token_s)
         found = [CostPoint(batch=batch, input_tokens=input_tokens, sums=prefill)]
@@ -166,16 +163,3 @@ class Prober:
         while not done() and not self._broken:
             self._changed.clear()
             await self._changed.wait()
-
-
-def by_hand(
-    batch: int, input_tokens: int, output_tokens: int, prefill_s: float, decode_s: float
-) -> tuple[StepSums, StepSums]:
-    """What the steps of a point did, for an engine that does not tell: the prompts in one step, then all decode together."""
-    steps = output_tokens - 1
-    context = batch * (steps * input_tokens + steps * (steps + 1) // 2)
-    tokens, tokens2 = batch * input_tokens, batch * input_tokens * input_tokens
-    return (
-        StepSums(steps=1, prompt_tokens=tokens, prompt_tokens2=tokens2, busy_s=prefill_s),
-        StepSums(steps=steps, requests=batch * steps, context_tokens=context, busy_s=decode_s),
-    )

@@ -34,6 +34,7 @@ from subjects.logs import log_json
 from subjects.messages import (
     Back,
     ClaimReply,
+    CostPoint,
     Delta,
     EngineType,
     Hand,
@@ -193,6 +194,8 @@ class Replica:
         self._prober: Prober | None = None
         self._measure_max = 0
         """The largest batch to measure in idle moments; 0: nothing is to be measured."""
+        self._measure_again = False
+        """Whether it became another batch, so that the points are to be taken from the first one on."""
         self._measuring: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -529,6 +532,7 @@ class Replica:
 
     def _measure(self, batch_max: int) -> None:
         """From now on idle moments are used to measure batches of up to so many; 0: no longer."""
+        self._measure_again = self._measure_again or batch_max != self._measure_max
         self._measure_max = batch_max
         if not batch_max and self._prober is not None:
             self._prober.abandon()
@@ -546,17 +550,17 @@ class Replica:
         prober = self._prober
         assert prober is not None
         while self._measure_max:
+            self._measure_again = False
             for batch, tokens in prober.grid(self._measure_max):
-                while self._measure_max:
+                points: list[CostPoint] = []
+                while not points and self._measure_max and not self._measure_again:
                     await asyncio.sleep(MEASURE_IDLE_S)
                     idle_s = time.monotonic() - self._idle_since_s
-                    if self._core.held or self._load.running or idle_s < MEASURE_IDLE_S:
-                        continue
-                    points = await prober.point(batch, tokens)
-                    if points:
-                        self._control.send(Measured(points=tuple(points)))
-                        break
-            if self._measure_max:
+                    if not (self._core.held or self._load.running) and idle_s >= MEASURE_IDLE_S:
+                        points = await prober.point(batch, tokens)
+                if points:
+                    self._control.send(Measured(points=tuple(points)))
+            if self._measure_max and not self._measure_again:
                 self._control.send(Measured(points=(), whole=True))
                 await asyncio.sleep(MEASURE_AGAIN_S)
 

@@ -76,6 +76,8 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 
+MEASURES_EVERY_S = 1.0
+"""How often it is looked who should measure costs."""
 DEVICES_AT_ONCE_MAX = 64
 DECISION_GAP_S = 20e-6
 """In a pool of more than so many devices what happens is gathered this long, times devices, and then decided together; and
@@ -112,10 +114,14 @@ class SchedulerCore:
         self._unfinished: tuple[JournalEntry, ...] = ()
         self._undecided = False
         self._gathers_until_s = -math.inf
+        self._measures_due_s = -math.inf
         self._scanned: tuple[int, int] | None = None
         self._told: tuple[int, int, int, int] | None = None
         self._looked_s = -math.inf
         self._look_now = False
+        self._starved = False
+        """Whether a model without any replica waited at the last decision: what happens then is news for the policy."""
+        self._seen = (0, 0)
 
     @property
     def epoch_seen_max(self) -> int:
@@ -201,6 +207,9 @@ class SchedulerCore:
                 self._tick(now_s, out)
             case _:
                 assert_never(event)
+        if self._seen != (self.catalogue.news, self.pool.layout):
+            self._seen = (self.catalogue.news, self.pool.layout)
+            self._look_now = True
         self._undecided |= decide
         if self._undecided and self.leads and (now_s >= self._gathers_until_s or isinstance(event, Ticked)):
             self._undecided = False
@@ -219,7 +228,9 @@ class SchedulerCore:
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
         if self.pool.is_news(event.telemetry):
-            self.fairness.take(event.telemetry.demand, self.catalogue.records_by_hash())
+            records = self.catalogue.records_by_hash()
+            self.fairness.take(event.telemetry.demand, records)
+            self.costs.served(event.telemetry.demand, records)
         starts = self.pool.ingress(now_s, event.telemetry)
         self._look_now |= any(self.feasibility.replicas_count(model_hash) == 0 for model_hash in starts)
         return bool(starts)
@@ -243,6 +254,7 @@ class SchedulerCore:
             self.transactions.tick(now_s, out)
 
     def _reported(self, now_s: float, changes: Changes, out: list[SchedulerCommand]) -> None:
+        self._look_now |= self._starved and bool(changes.appeared or changes.ended or changes.vanished)
         for replica in changes.appeared:
             self.transactions.replica_seen(now_s, replica)
         for replica in changes.changed:
@@ -288,8 +300,10 @@ class SchedulerCore:
                 self._costs_measured(now_s, event.event, out)
                 return False
             case OperationEnded():
+                self._look_now |= self._starved
                 self.transactions.operation_ended(now_s, event.event, out)
             case ReplicaDied():
+                self._look_now = True
                 replica = self.pool.ended(event.event.replica)
                 ours = self.transactions.replica_gone(now_s, event.event.replica, event.event.detail)
                 if replica is not None and (not ours or replica.report.running):
@@ -358,7 +372,9 @@ class SchedulerCore:
         return not self._listening
 
     def _decide(self, now_s: float, out: list[SchedulerCommand]) -> None:
+        self._starved = False
         for model_hash, demand in self.feasibility.look(now_s).items():
+            self._starved |= demand.waiting > 0 and self.feasibility.replicas_count(model_hash) == 0
             if demand.any:
                 model = self.catalogue.model(model_hash)
                 model.last_used_s = now_s
@@ -456,5 +472,7 @@ class SchedulerCore:
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
                 self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
-        self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_hash())
+        if now_s >= self._measures_due_s:
+            self._measures_due_s = now_s + MEASURES_EVERY_S
+            self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_hash())
         out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))

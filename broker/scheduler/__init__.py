@@ -2,5 +2,6 @@
 
 Contract of this folder: a shell around ``broker.core.scheduler``. ``shell`` is the process, ``lease`` its leadership,
 ``registry_sync``, ``overrides_sync`` and ``journal_keeper`` what it keeps in NATS, ``control``, ``operator_verbs`` and
-``kv_control`` the verbs of the command line, ``recording`` writes its events for a replay, ``policies`` names the policies.
+``kv_control`` the verbs of the command line, ``explain`` the texts that say why, ``recording`` writes events
+for a replay, ``policies`` names the policies.
 """

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import msgspec
 import structlog
 
-from broker.core.explain import explain_model, explain_transaction
 from broker.core.pool.describe import model_state
 from broker.core.pool.journal import TransactionLog
 from broker.core.pool.state import Demand, Device, Presence
 from broker.core.scheduler import SchedulerCore
+from broker.scheduler.explain import explain_model, explain_transaction
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync

@@ -53,8 +53,8 @@ MODELS = ("a", "b", "c")
 PHASES = ("a", "b", "a", "b", "a")
 """The load moves from one to another and back, twice."""
 PHASE_S = 40.0
-HIGH_RPS, LOW_RPS = 4.0, 0.1
-TOKENS = 24
+HIGH_RPS, LOW_RPS = 3.0, 0.1
+TOKENS = 16
 
 
 def _tiny(name: str, number: int) -> str:
@@ -228,7 +228,7 @@ async def prove_overload(directory: Path, rng: random.Random, say: Say) -> Figur
     (directory / "before.yaml").write_text(services)
     records = await asyncio.to_thread(records_of, [directory / "before.yaml"])
     bound_s = _wait_bound_s(records[0], ahead=-(-len(records) // OVERLOAD_DEVICES) - 1)
-    async with Stage(directory, rng, say).pool(services, *["cpu:700MiB"] * OVERLOAD_DEVICES) as seen:
+    async with Stage(directory, rng, say).pool(services, *["cpu:800MiB"] * OVERLOAD_DEVICES) as seen:
         answers = await seen.busy([*gold, *silver] * 2, OVERLOAD_S, TOKENS)
     lost = [answer for answer in answers if not answer.whole]
     for answer in lost[:3]:

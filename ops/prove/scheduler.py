@@ -424,18 +424,6 @@ def _tiny(name: str, number: int) -> str:
     return service(name, f"builtin:tiny-{number}", engine, resources=_given(), strategy="max_wait_s: 110, max_replicas: 2")
 
 
-def _played(name: str, number: int) -> str:
-    """The same model on a simulated engine, for trying the proof itself quickly."""
-    del number
-    engine = (
-        "type: simulated, max_num_seqs: 8, max_context_len: 512, kv_cache_bytes: 32MiB, "
-        "options: {kv_bytes_per_token: 1024, load_s: 1.0, step_const_s: 0.01, step_request_s: 0.001}"
-    )
-    return service(
-        name, "", engine, resources=f"baseline_memory_gb: 0.3, {_given()}", strategy="max_wait_s: 110, max_replicas: 2"
-    )
-
-
 # ----------------------------------------------------------------------------------------------------- people's word
 
 

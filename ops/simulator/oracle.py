@@ -50,7 +50,6 @@ class Oracle:
     """Carries out a plan."""
 
     name = "oracle"
-    wakes_cold_models = False
 
     def __init__(self, hashes: Sequence[ModelHash], plan: Sequence[Residency], load_s: float, close_s: float) -> None:
         self._hashes = list(hashes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from broker.core.plan.capacity import Targets, throughput
+from ops.simulator.capacity import Targets, most_rps
 from ops.simulator.engine import Engine
 from ops.simulator.options import RunOptions
 from ops.simulator.queueing import Live
@@ -157,7 +157,7 @@ def tokens_per_s(model: SimModel, kv_bytes: int) -> float:
     """Tokens per second, prompts and answers, that a replica alone carries of the mix (capacity profile)."""
     inputs = sum(share * sum(ends) / 2 for share, ends in zip(MIX, LENGTHS, strict=True))
     outputs = sum(OUTPUTS) / 2
-    most = throughput(
+    most = most_rps(
         model.costs,
         inputs,
         outputs,
@@ -165,7 +165,7 @@ def tokens_per_s(model: SimModel, kv_bytes: int) -> float:
         kv_tokens=kv_bytes / model.kv_bytes_per_token,
         slots=SLOTS_MAX,
     )
-    return most.rps * (inputs + outputs)
+    return most * (inputs + outputs)
 
 
 def capacity_rps(lines: Sequence[Line], lengths: Sequence[float] = MIX) -> float:
@@ -173,14 +173,14 @@ def capacity_rps(lines: Sequence[Line], lengths: Sequence[float] = MIX) -> float
     inputs = sum(share * sum(ends) / 2 for share, ends in zip(lengths, LENGTHS, strict=True)) / sum(lengths)
     per_request = sum(
         line.share
-        / throughput(
+        / most_rps(
             line.model.costs,
             inputs,
             sum(OUTPUTS) / 2,
             Targets(line.model.ttft_s, line.model.tpot_s),
             kv_tokens=math.inf,
             slots=SLOTS_MAX,
-        ).rps
+        )
         for line in lines
     )
     return 1.0 / per_request

@@ -95,7 +95,6 @@ class _ClockedPolicy:
         self._policy = policy
         self._clocked = clocked
         self.name = policy.name
-        self.wakes_cold_models = policy.wakes_cold_models
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         begun_s = time.process_time()

@@ -78,11 +78,11 @@ class KeptCosts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int = 1
     engine: str = ""
     """Engine and version, such as ``vllm-0.11.0``."""
+    costs: StepCosts
+    """Fitted to the points."""
     points: tuple[CostPoint, ...] = ()
     whole: bool = False
     """Whether all the points were taken: three lengths of prompts, three batch sizes, as far as the engine has room."""
-    correction: float = 1.0
-    """Seconds that steps take, over what the fit to the points says."""
     at_unix_s: float = 0.0
 
 
@@ -123,7 +123,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     min_replicas: int = 0
     max_replicas: int = 1
     keep_s: float | None = None
-    """How long it stays loaded without any request while nobody else needs its place; None: as long as the pool keeps one."""
+    """How long it stays loaded without a request while nobody else needs its place; None: as long as the pool keeps one."""
     pinned: bool = False
     allow_co_location: bool = True
     tenant: str = ""

@@ -20,7 +20,7 @@ CONNECT_TIMEOUT_S = 2.0
 
 
 class NatsBus:
-    """A :class:`subjects.bus.Bus` on NATS; make one with :meth:`connect`."""
+    """A :class:`subjects.bus.Bus` on NATS, where its methods are described; make one with :meth:`connect`."""
 
     def __init__(self, connection: Connection, *, shards: int, limits: QueueLimits) -> None:
         self._connection = connection
@@ -91,15 +91,12 @@ class NatsBus:
         self._connection.on_connected(callback)
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """See :meth:`subjects.bus.Bus.publish`."""
         await self._connection.publish(subject, payload)
 
     def post(self, subject: str, payload: bytes, *, reply: str = "") -> None:
-        """See :meth:`subjects.bus.Bus.post`."""
         self._connection.post(subject, payload, reply)
 
     async def request(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """See :meth:`subjects.bus.Bus.request`."""
         return (await self._connection.request(subject, payload, timeout_s=timeout_s)).payload
 
     async def request_many(
@@ -110,7 +107,6 @@ class NatsBus:
         on_reply: Callable[[bytes], None],
         on_error: Callable[[BusError], None],
     ) -> Replies:
-        """See :meth:`subjects.bus.Bus.request_many`."""
 
         def replied(message: Inbound) -> None:
             on_reply(message.payload)
@@ -118,7 +114,6 @@ class NatsBus:
         return await self._connection.request_many(subject, payload, on_reply=replied, on_error=on_error)
 
     async def subscribe(self, subject: str, handler: Callable[[BusMessage], None], *, group: str = "") -> CoreSubscription:
-        """See :meth:`subjects.bus.Bus.subscribe`."""
 
         def received(message: Inbound) -> None:
             undelivered = message.headers is not None and message.status == NO_RESPONDERS
@@ -127,31 +122,25 @@ class NatsBus:
         return await self._connection.subscribe(subject, received, group=group)
 
     async def round_trip(self, *, timeout_s: float) -> float:
-        """See :meth:`subjects.bus.Bus.round_trip`."""
         return await self._connection.round_trip(timeout_s)
 
     # ---- the work-queue of tickets
 
     async def ensure_queue(self) -> None:
-        """See :meth:`subjects.bus.Bus.ensure_queue`."""
         await self._queue.ensure()
 
     async def queue_created(self, model: ModelKey) -> int | None:
-        """See :meth:`subjects.bus.Bus.queue_created`."""
         return await self._queue.created(model)
 
     async def queue_publish(
         self, model: ModelKey, sla_class: SlaClass, lane: Lane, payload: bytes, *, message_id: str, ttl_s: int
     ) -> Stored:
-        """See :meth:`subjects.bus.Bus.queue_publish`."""
         return await self._queue.publish(model, sla_class, lane, payload, message_id=message_id, ttl_s=ttl_s)
 
     async def queue_delete(self, stored: Stored) -> bool:
-        """See :meth:`subjects.bus.Bus.queue_delete`."""
         return await self._queue.delete(stored)
 
     async def queue_ack(self, token: str) -> None:
-        """See :meth:`subjects.bus.Bus.queue_ack`."""
         await self._connection.publish(token, b"+ACK")
 
     async def open_puller(
@@ -163,7 +152,6 @@ class NatsBus:
         on_ticket: Callable[[QueuedTicket], None],
         on_expired: Callable[[int], None],
     ) -> NatsPuller:
-        """See :meth:`subjects.bus.Bus.open_puller`."""
         puller = NatsPuller(
             self._connection,
             self._jetstream,
@@ -179,23 +167,18 @@ class NatsBus:
     # ---- small state and kept messages
 
     async def kv_get(self, bucket: str, key: str) -> KvEntry | None:
-        """See :meth:`subjects.bus.Bus.kv_get`."""
         return await self._kv.get(bucket, key)
 
     async def kv_put(self, bucket: str, key: str, value: bytes, *, expected_revision: int | None = None) -> int:
-        """See :meth:`subjects.bus.Bus.kv_put`."""
         return await self._kv.put(bucket, key, value, expected_revision=expected_revision)
 
     async def kv_delete(self, bucket: str, key: str) -> None:
-        """See :meth:`subjects.bus.Bus.kv_delete`."""
         await self._kv.delete(bucket, key)
 
     async def kv_entries(self, bucket: str) -> Sequence[KvEntry]:
-        """See :meth:`subjects.bus.Bus.kv_entries`."""
         return await self._kv.entries(bucket)
 
     async def kv_watch(self, bucket: str, handler: Callable[[str, KvEntry | None], None]) -> KvWatch:
-        """See :meth:`subjects.bus.Bus.kv_watch`."""
         watch = self._kv.watch(bucket, handler)
         self._watches.append(watch)
         return watch
@@ -203,16 +186,13 @@ class NatsBus:
     async def ensure_stream(
         self, name: str, subjects: Sequence[str], *, max_age_s: float = 0, max_bytes: int = -1, memory: bool = False
     ) -> None:
-        """See :meth:`subjects.bus.Bus.ensure_stream`."""
         await self._jetstream.ensure(kept_stream(name, subjects, max_age_s=max_age_s, max_bytes=max_bytes, memory=memory))
 
     async def stream_publish(self, subject: str, payload: bytes, *, expected_last_sequence: int | None = None) -> int:
-        """See :meth:`subjects.bus.Bus.stream_publish`."""
         headers = None if expected_last_sequence is None else {EXPECTED_LAST_SEQUENCE: str(expected_last_sequence)}
         return (await self._jetstream.publish(subject, payload, headers)).seq
 
     async def stream_read(self, name: str, *, start_sequence: int = 1, messages_max: int = 1000) -> Sequence[BusMessage]:
-        """See :meth:`subjects.bus.Bus.stream_read`."""
         try:
             found = await self._jetstream.read(name, start_sequence=start_sequence, messages_max=messages_max)
         except QueueMissing:
@@ -220,7 +200,6 @@ class NatsBus:
         return [BusMessage(message.subject, message.payload, sequence=sequence) for sequence, message in found]
 
     async def close(self) -> None:
-        """See :meth:`subjects.bus.Bus.close`."""
         for watch in self._watches:
             await watch.stop()
         for puller in self._pullers:

@@ -68,6 +68,7 @@ def served() -> list[Served]:
     """All rows of ``served.csv``."""
     numbers = ("input_tokens", "output_tokens", "concurrency")
     return [
-        Served(row["model"], row["kind"], *(int(row[one]) for one in numbers), float(row["tpot_ms"]) / 1e3)
+        Served(row["model"], row["kind"], inputs, outputs, concurrency, float(row["tpot_ms"]) / 1e3)
         for row in _rows("served.csv")
+        for inputs, outputs, concurrency in [[int(row[one]) for one in numbers]]
     ]

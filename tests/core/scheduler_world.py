@@ -97,16 +97,18 @@ SLOTS = 8
 
 
 def record(name: str, gib: float = 1.0, **changes: object) -> ModelRecord:
-    """A model of ``gib`` GiB whose hash comes from its name."""
+    """A model of ``gib`` GiB on each of its devices, whose hash comes from its name."""
+    gpus = changes.get("gpus", 1)
+    assert isinstance(gpus, int)
     fields: dict[str, object] = {
         "name": name,
         "model_hash": model_hash(name),
         "weights_hash": "0" * 64,
         "engine_type": EngineType.SIMULATED,
         "source": "",
-        "weights_bytes": int(gib * GIB * 3 / 4),
+        "weights_bytes": int(gib * GIB * 3 / 4) * gpus,
         "kv_bytes_per_token": 1024,
-        "kv_bytes": int(gib * GIB / 8),
+        "kv_bytes": int(gib * GIB / 8) * gpus,
         "overhead_bytes": int(gib * GIB / 8),
         "budget_bytes": int(gib * GIB),
         "max_context_len": 1024,

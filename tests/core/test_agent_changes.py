@@ -8,6 +8,8 @@ import pytest
 
 from subjects.ids import DeviceId, ReplicaId
 from subjects.messages import (
+    CostPoint,
+    CostsMeasured,
     DeviceKind,
     LoadModel,
     ModelRecord,
@@ -15,6 +17,7 @@ from subjects.messages import (
     ResizeKv,
     SetConcurrency,
     SleepReplica,
+    StepSums,
     WakeReplica,
 )
 from tests.core.test_agent import (
@@ -37,6 +40,7 @@ from workers.control_messages import (
     Concurrency,
     Drained,
     Load,
+    Measured,
     Progress,
     Ready,
     Resize,
@@ -45,7 +49,7 @@ from workers.control_messages import (
     Wake,
 )
 from workers.core.agent import CHANGE_S_MAX, WAKE_S_MAX, AgentCore
-from workers.core.agent_events import AgentCommand, AgentSettings, Device, SpawnReplica, Ticked
+from workers.core.agent_events import AgentCommand, AgentSettings, Device, PublishEvent, SpawnReplica, Ticked
 from workers.engines.base import EngineInfo
 
 GPUS = tuple(DeviceId(f"gpu{index}") for index in range(4))
@@ -347,3 +351,27 @@ def test_devices_report_how_long_steps_ran_there() -> None:
     assert report is not None and (report.preemptions, report.step_s) == (3, 0.02)
     device = h.core.snapshot(h.now_s).devices[0]
     assert (device.device_type, device.link, device.contiguous_free_bytes) == ("h100-80gb", "nv0", None)
+
+
+def test_points_are_marked_that_were_taken_beside_a_neighbour() -> None:
+    """PRO-4: what a replica measured is told with its kind of device and engine; work on a device that it spans marks it,
+    and so does a load there."""
+    h = Linked()
+    assert [command.measure for command in h.span("r", GPUS[0], GPUS[1]) if isinstance(command, SpawnReplica)] == [False]
+    h.span("s", GPUS[1])
+    h.spawned("r-0")
+    h.says("r-0", Progress(state=ReplicaState.WARMING), Ready(info=INFO))
+    points = (CostPoint(batch=1, input_tokens=8, sums=StepSums(steps=1, busy_s=0.1)),)
+
+    def told() -> CostsMeasured:
+        (event,) = [command.event for command in h.says("r-0", Measured(points=points)) if isinstance(command, PublishEvent)]
+        assert isinstance(event, CostsMeasured)
+        return event
+
+    assert told().points[0].beside, "its neighbour loads"
+    h.spawned("s-0")
+    h.says("s-0", Progress(state=ReplicaState.WARMING), Ready(info=INFO))
+    event = told()
+    assert (event.replica, event.device_type, event.points) == ("r-0", "h100-80gb", points)
+    h.says("s-0", Load(running=1, waiting=0, kv_pages_free=9))
+    assert told().points[0].beside

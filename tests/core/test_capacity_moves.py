@@ -19,7 +19,6 @@ class Once:
 
     choose: Callable[[PoolView], Decision] | None = None
     name: str = "once"
-    wakes_cold_models: bool = False
     looks: list[float] = field(default_factory=list)
 
     def decide(self, now_s: float, view: PoolView) -> Decision:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from broker.core.explain import explain_transaction
 from broker.core.pool.events import (
     AppendJournal,
     JournalRestored,
@@ -20,6 +19,7 @@ from broker.core.pool.events import (
 from broker.core.pool.journal import Course, TransactionLog, resume
 from broker.core.pool.kv_tiers import KvTiers
 from broker.core.scheduler import SchedulerCore
+from broker.scheduler.explain import explain_transaction
 from subjects.ids import WorkerId
 from subjects.messages import (
     EvictKv,

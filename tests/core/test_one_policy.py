@@ -15,7 +15,7 @@ COSTS = {"": StepCosts(prefill_token_s=62e-6, step_const_s=12.6e-3, step_request
 SERVICE_S = 0.9
 LOAD_S = 1.2
 WAIT_S_MAX = 12.4
-"""The longest wait of two models on a device with room for one, when each yields after ten seconds of the other's waiting."""
+"""The longest wait of two models on a device with room for one, each yielding after ten seconds of the other's waiting."""
 
 
 def pair(gib: float = 0.6, **changes: object) -> tuple[ModelRecord, ModelRecord]:

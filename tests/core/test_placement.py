@@ -239,7 +239,7 @@ def test_demand_becomes_one_load_command() -> None:
             LoadModel(
                 operation=OperationId("op-7-1"),
                 epoch=7,
-                reason="1 waiting for 0.2 s; free room, 0 KiB stay free",
+                reason="1 waiting for 0.2 s",
                 device=CPU,
                 record=A,
                 replica_name="a-7-1",
@@ -332,7 +332,7 @@ def test_a_swap_is_drain_unload_load() -> None:
     bench.report(listed("b", replica="b-7-1-00000000bb"))
     bench.tick(1.1)
     assert [(e.action, e.model, e.outcome, e.reason) for e in bench.digest.timeline] == [
-        ("evict", "a", "done", "idle for 100 s, least recently used; makes room for b"),
+        ("evict", "a", "done", "idle for 100 s; makes room for b"),
         ("load", "b", "done", "1 waiting for 0.2 s; a leaves"),
     ]
     assert bench.digest.timeline[1].replica == "b-7-1-00000000bb" and bench.digest.timeline[1].took_s == 2.0
@@ -512,48 +512,44 @@ def test_room_that_is_still_taken_is_waited_for() -> None:
     assert isinstance(load.command, LoadModel) and load.command.record == B
 
 
-def test_a_wanted_victim_comes_back_before_others_are_placed() -> None:
-    """When B's load fails, A, which has waiters again, returns to its room although C has waited longer (SCH-8)."""
-    bench = settled(A, B, C)
+def test_a_wanted_victim_comes_back_when_the_newcomer_fails() -> None:
+    """When B's load fails, A, which has waiters again, returns to its room (SCH-8)."""
+    bench = settled(A, B)
     load = swap(bench)
     bench.report()
-    bench.demand(a=0.1, b=0.2, c=5.0)
+    bench.demand(a=0.1, b=0.2)
     (back,) = sent(bench.ended(load, failure="broken", replica="b-7-1-00000000bb"))
     assert isinstance(back.command, LoadModel) and back.command.record == A
-    assert back.command.reason == "back, since loading b failed; free room, 0 KiB stay free"
 
 
 # ------------------------------------------------------------------------------------------------------------- who leaves
 
 
-def test_an_idle_resident_leaves_after_its_residency_or_its_idleness() -> None:
-    """Fresh and just used it stays; after two idle seconds it goes, or at once when it is resident for five."""
-    for state_s, idle_s, leaves in ((1.0, 1.0, False), (3.0, 2.1, True), (5.1, 0.5, True), (4.8, 1.8, False)):
+def test_an_idle_resident_leaves_at_once() -> None:
+    """Just used it stays; after an idle second it goes, however short its residency."""
+    for state_s, idle_s, leaves in ((1.0, 0.5, False), (1.2, 1.1, True), (50.0, 0.5, False)):
         bench = settled(A, B)
         bench.report(listed("a", state_s=state_s, idle_s=idle_s))
         assert bool(bench.demand(b=0.1)) is leaves, (state_s, idle_s)
 
 
 def test_a_busy_resident_stays_until_the_bound() -> None:
-    """With demand of its own A stays until B has waited ten seconds."""
+    """With demand of its own A stays until B has waited for a residency and a load of A's, eight seconds at least."""
     bench = settled(A, B)
+    bench.core.catalogue.model(A.model_hash).load_s = 1.0
     bench.report(listed("a", running=1, idle_s=0.0))
-    assert bench.demand(a=(1, 0.0), b=9.8) == []
-    (drain,) = sent(bench.tick(0.4))
-    assert drain.command.reason == "1 waiting for 10 s, over the bound of 10 s; a leaves"
+    assert bench.demand(a=(1, 0.0), b=7.5) == []
+    assert sent(bench.tick(0.3)) == []
+    (drain,) = sent(bench.tick(0.6))
+    assert drain.command.reason.endswith("; a leaves")
 
 
-def test_a_busy_resident_serves_at_least_as_long_as_the_swap_costs() -> None:
-    """A model that takes 20 s to load is not drained a few seconds after it became ready, nor evicted in a short gap."""
-    bench = settled(A, B)
-    bench.core.catalogue.model(B.model_hash).load_s = 20.0
-    bench.report(listed("a", idle_s=0.5, state_s=10.0))
-    assert bench.demand(b=30.0) == []
-    assert len(sent(bench.tick(1.6))) == 1
+def test_a_busy_resident_serves_at_least_as_long_as_its_load_took() -> None:
+    """A model that takes 20 s to load is not drained a few seconds after it became ready."""
     bench = settled(A, B)
     bench.core.catalogue.model(A.model_hash).load_s = 20.0
     bench.report(listed("a", running=1, idle_s=0.0, state_s=10.0))
-    assert bench.demand(a=(1, 0.0), b=30.0) == []
+    assert bench.demand(a=(1, 0.0), b=42.0) == []
     assert sent(bench.tick(9.8)) == []
     assert len(sent(bench.tick(0.4))) == 1
 
@@ -562,7 +558,8 @@ def test_a_stuck_counter_of_a_replica_does_not_keep_it() -> None:
     """A replica that reports running requests which no gateway knows is idle (K1)."""
     bench = settled(A, B)
     bench.report(listed("a", running=3, idle_s=0.0))
-    assert bench.demand(b=0.1) != []
+    bench.demand(b=0.1)
+    assert len(sent(bench.tick(1.2))) == 1
 
 
 def test_nobody_leaves_for_a_minimum_while_busy() -> None:
@@ -654,14 +651,15 @@ def test_a_model_keeps_its_minimum_on_one_device() -> None:
 
 
 def test_the_device_that_fits_best_is_taken() -> None:
-    """Of two devices with room the one with less to spare; a device that is busy loading comes after an idle one."""
+    """Of two devices with room the one with less to spare; and the rest of it before an empty one."""
     bench = settled(A, B)
     bench.report(gib=3.0)
     bench.report(worker=V, gib=2.0)
     (first,) = sent(bench.demand(a=0.2))
     assert first.worker == V
-    (second,) = sent(bench.demand(a=0.3, b=0.1))
-    assert second.worker == W
+    assert sent(bench.demand(a=0.3, b=0.1)) == []
+    (second,) = sent(bench.report(listed("a", replica="a-7-1-00000000aa"), worker=V, gib=2.0))
+    assert second.worker == V and isinstance(second.command, LoadModel) and second.command.record == B
 
 
 def test_a_device_where_the_load_failed_comes_last() -> None:
@@ -691,7 +689,7 @@ def test_no_place_is_no_place(how: str) -> None:
 def test_what_the_agent_holds_back_is_no_room() -> None:
     """Bytes that a device reports as reserved beyond the listed replicas are taken."""
     bench = settled(A)
-    bench.report(gib=1.0, reserved_bytes=1)
+    bench.report(gib=1.0, reserved_bytes=GIB // 4)
     assert bench.demand(a=0.2) == []
     bench.report(gib=1.0, reserved_bytes=0)
     assert len(sent(bench.tick(0.2))) == 1
@@ -942,7 +940,7 @@ def test_the_timeline_is_bounded() -> None:
     for number in range(5):
         bench.ended(load, failure="broken", replica=f"a-7-{number}-00000000aa")
         bench.core.catalogue.model(A.model_hash).clear()
-        (load,) = sent(bench.tick(0.1))
+        (load,) = sent(bench.tick(0.2))
     assert len(bench.digest.timeline) == 3
 
 

@@ -186,10 +186,11 @@ def test_a_load_that_ends_without_a_name_is_known_by_its_listing() -> None:
 def test_an_older_waiter_claims_a_device_that_is_bigger_than_it() -> None:
     """Of two that could hold it, the one with the most that can become free; the small one may have the other."""
     big = record("big", 2.0)
-    bench = settled(A, B, big)
+    other = record("other", 1.0)
+    bench = settled(A, B, other, big)
     bench.report(listed("a", gib=1.0, running=1, idle_s=0.0, state_s=1.0), gib=2.5)
-    assert bench.demand(a=(1, 0.0), big=12.0, b=1.0) == []
-    busy = listed("a", gib=1.0, running=1, idle_s=0.0, state_s=1.0, replica="a-9-2-00000000ab")
+    assert bench.demand(a=(1, 0.0), other=(1, 0.0), big=12.0, b=1.0) == []
+    busy = listed("other", gib=1.0, running=1, idle_s=0.0, state_s=1.0)
     (load,) = sent(bench.report(busy, worker=V, gib=2.25))
     assert isinstance(load.command, LoadModel) and (load.worker, load.command.record) == (V, B)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
 from broker.core.plan.policy import (
     Action,
     Decision,
@@ -20,7 +21,8 @@ from broker.core.plan.policy import (
 from broker.core.pool.events import SchedulerSettings
 from tests.core.scheduler_world import GIB, World, record
 
-QUICK = SchedulerSettings(minority_wait_s_max=4.0, residency_s_min=2.0, idle_release_s=1.0, drain_s=6.0)
+QUICK = SchedulerSettings(drain_s=6.0)
+QUICK_TURNS = CoordinatorSettings(turn_s=4.0, residency_s=2.0)
 NAMES = "abcde"
 SETTLE_S = 240.0
 
@@ -61,22 +63,26 @@ class Scenario:
 
 @dataclass
 class Meddler:
-    """Decides at random, within and beyond what is possible; the base rules serve whoever waits."""
+    """Decides at random, within and beyond what is possible, beside the coordinator."""
 
     seed: int
     name: str = "meddler"
-    wakes_cold_models: bool = True
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
+        self.coordinator = Coordinator(QUICK_TURNS)
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
-        """One action now and then."""
+        """One action now and then, and what the coordinator wants."""
+        decision = self.coordinator.decide(now_s, view)
+        return replace(decision, actions=(*self._meddle(view), *decision.actions))
+
+    def _meddle(self, view: PoolView) -> tuple[Action, ...]:
         draw = self.random
         replicas = [replica for model in view.models.values() for replica in model.replicas]
         devices = list(view.devices)
         if draw.random() < 0.5 or not devices:
-            return Decision()
+            return ()
         model = draw.choice(list(view.models.values()))
         actions: list[Action] = [
             StartReplica(
@@ -95,7 +101,7 @@ class Meddler:
                 SetReplicaConcurrency(replica.replica, draw.randint(1, 8), "meddling"),
             ]
         draw.shuffle(actions)
-        return Decision(tuple(actions[: draw.randint(1, 2)]))
+        return tuple(actions[: draw.randint(1, 2)])
 
 
 gib = st.sampled_from([0.5, 1.0, 1.5, 2.0])
@@ -124,7 +130,7 @@ def play(scenario: Scenario) -> World:
     records = [
         record(NAMES[i], size, gpus=2 if i in scenario.wide else 1, max_replicas=2) for i, size in enumerate(scenario.sizes)
     ]
-    policy = Meddler(scenario.seed) if scenario.meddles else None
+    policy = Meddler(scenario.seed) if scenario.meddles else Coordinator(QUICK_TURNS)
     world = World(*records, seed=scenario.seed, settings=QUICK, policy=policy)
     world.load_times = {NAMES[i]: load_s for i, load_s in enumerate(scenario.load_times)}
     world.broken = {NAMES[i] for i in sorted(scenario.broken)}
@@ -143,7 +149,8 @@ def play(scenario: Scenario) -> World:
     for at_s, length_s in scenario.pauses:
         world.later(at_s, lambda length_s=length_s: world.pause(length_s))  # type: ignore[misc]
     world.run(31.0)
-    world.core.policy = None
+    if isinstance(policy, Meddler):
+        world.core.policy = policy.coordinator
     world.run_until(world.all_ended, bound_s=SETTLE_S)
     world.run(60.0 if scenario.meddles else 10.0)  # What was begun for nobody ends by itself.
     return world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.pool.events import ModelRemoved, SchedulerSettings, UnloadRequested
+from broker.core.pool.events import ModelRemoved, UnloadRequested
 from broker.core.pool.overrides import UNPINNED
 from subjects.messages import EngineType
 from tests.core.scheduler_world import World, model_hash, record
@@ -201,15 +201,15 @@ def test_a_recovered_model_is_served_again() -> None:
 
 
 def test_loading_counts_as_busy() -> None:
-    """A load that takes three times the idle limit is not interrupted, and serves (B4)."""
-    world = World(A, settings=SchedulerSettings(idle_unload_s=5.0))
+    """A load that takes three times the keep time is not interrupted, and serves (B4)."""
+    world = World(record("a", keep_s=5.0))
     world.load_times["a"] = 15.0
     world.agent(cpu0=1.0)
     request = world.ask("a")
     world.run(17)
     assert request.ended_s is not None
     assert world.load_names() == ["a"]
-    world.run(10)
+    world.run(25)
     assert world.loaded() == []
 
 
@@ -535,20 +535,22 @@ def test_a_tenants_devices_are_its_own() -> None:
     assert devices["mine"] == devices["too"] != devices["other"]
 
 
-def test_persistent_waiting_adds_a_replica_in_free_room_only() -> None:
-    """A model that keeps waiting beside a ready replica gets another one, up to its maximum, and evicts nobody for it."""
-    world = World(record("a", max_replicas=2), B)
-    world.agent("w1", cpu0=1.0)
-    world.agent("w2", cpu0=1.0)
-    world.ask("b")
-    world.run(5)
-    for number in range(400):
-        world.ask("a", service_s=2.0, delay_s=number * 0.1)
-    world.run(20)
-    assert world.loaded() == ["a", "b"]
-    world.agent("w3", cpu0=1.0)
-    world.run(10)
-    assert world.loaded() == ["a", "a", "b"]
+def test_persistent_waiting_adds_a_replica() -> None:
+    """A model that keeps waiting beside a ready replica gets another one, up to its maximum: the place of an idle model
+    where none is free, never that of a busy one."""
+    for busy in (False, True):
+        world = World(record("a", max_replicas=2), B)
+        world.agent("w1", cpu0=1.0)
+        world.agent("w2", cpu0=1.0)
+        world.ask("b", service_s=60.0 if busy else 0.5)
+        world.run(5)
+        for number in range(400):
+            world.ask("a", service_s=2.0, delay_s=number * 0.1)
+        world.run(20)
+        assert world.loaded() == ["a", "b" if busy else "a"]
+        world.agent("w3", cpu0=1.0)
+        world.run(10)
+        assert world.loaded() == ["a", "a", *(["b"] if busy else [])]
 
 
 def test_constant_load_does_not_oscillate() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from broker.core.plan.coordinator import Coordinator
 from broker.core.plan.policy import (
     Action,
     Arrivals,
@@ -70,7 +71,6 @@ class Scripted:
     """Decides what a test tells it, once."""
 
     name: str = "scripted"
-    wakes_cold_models: bool = False
     next: Decision = field(default_factory=Decision)
     views: list[PoolView] = field(default_factory=list)
 
@@ -86,7 +86,6 @@ class Pool(Bench):
     def __init__(
         self,
         *records: ModelRecord,
-        wakes_cold_models: bool = False,
         settings: SchedulerSettings | None = None,
         linked: bool = True,
         runs: dict[DeviceId, int] | None = None,
@@ -94,11 +93,13 @@ class Pool(Bench):
         leads: bool = True,
     ) -> None:
         super().__init__(*records, settings=settings, leads=False)
-        self.policy = Scripted(wakes_cold_models=wakes_cold_models)
+        self.policy = Scripted()
         self.core = SchedulerCore(settings, self.policy)
         self.linked = linked
         self.runs = runs
         """Where devices need blocks: the largest free run of each that is named."""
+        self.resizes = True
+        """Whether engines can change their KV budget while they run."""
         self.memory_bytes = memory_bytes
         self.there: list[ReplicaReport] = []
         self.step(BusRoundTripMade())
@@ -156,6 +157,7 @@ class Pool(Bench):
             state_s=100.0,
             peers=peers,
             kv_bytes=kv_bytes,
+            resizes_kv=self.resizes,
         )
         self.there.append(found)
         return found.replica
@@ -235,7 +237,7 @@ def test_a_policy_sees_the_pool_and_its_flow() -> None:
         1,
         "nv0",
     )
-    assert pool.view.models_per_device_max == 2
+    assert pool.view.models_per_device_max >= 1000, "as many as memory holds"
     pool.tick(0.2)
     assert pool.view.models[A.model_hash].arrivals == Arrivals()
 
@@ -361,11 +363,11 @@ def test_what_cannot_be_carried_out_is_dropped_with_its_reason() -> None:
     ]
 
 
-def test_two_models_share_a_device_at_most() -> None:
-    """The default of SCH-3; who wants a device for itself gets it empty or not at all."""
+def test_as_many_models_share_a_device_as_a_setting_says() -> None:
+    """Two, as SCH-3 has it, where that is set; who wants a device for itself gets it empty or not at all."""
     a, b, c, d = (record(name, 0.5) for name in "abcd")
     alone = record("e", 0.5, allow_co_location=False)
-    pool = Pool(a, b, c, d, alone)
+    pool = Pool(a, b, c, d, alone, settings=SchedulerSettings(models_per_device_max=2))
     pool.has("a", 0, gib=0.5)
     pool.has("b", 0, gib=0.5)
     pool.tell()
@@ -385,6 +387,7 @@ def test_the_sum_of_free_bytes_is_no_block() -> None:
     gb = 10**9 / GIB
     needs = record("needs", 2.1 * gb)
     pool = Pool(record("a", pinned=True), needs, runs=dict.fromkeys(GPUS, int(1.8 * 10**9)), memory_bytes=10 * 10**9)
+    pool.resizes = False
     first = pool.has("a", 0, gib=5.0 * gb)
     for gpu in range(4):
         pool.has("a", gpu, gib=2.5 * gb, replica=f"a-{gpu}-00000000bb")
@@ -397,8 +400,8 @@ def test_the_sum_of_free_bytes_is_no_block() -> None:
     assert pool.dropped() == ["needs needs 2.0 GiB on gpu1, 1.7 GiB are to be had"]
     pool.tick(0.2)
     assert pool.view.devices[(W, GPUS[1])].largest_free_bytes == int(1.8 * 10**9)
-    # The base rules see the same: nobody may leave.
-    pool.core.policy = None
+    # The coordinator sees the same: nobody may leave.
+    pool.core.policy = Coordinator()
     assert commands(pool.demand(needs=0.2)) == []
 
 
@@ -446,10 +449,12 @@ def test_victims_of_a_wide_replica_leave_all_its_devices_first() -> None:
     assert isinstance(load, LoadModel) and (load.device, load.peers) == (GPUS[0], (GPUS[1],))
 
 
-def test_the_base_rules_place_a_wide_model_and_say_when_they_never_can() -> None:
+def test_a_wide_model_is_placed_or_told_why_it_never_can_be() -> None:
     """In free room on the devices that it fits best; by eviction where the least is lost; else a refusal (SCH-1)."""
     wide, wider = record("wide", 3.0, gpus=2), record("wider", 1.0, gpus=8)
-    pool = Pool(A, B, wide, wider, wakes_cold_models=True)
+    pool = Pool(A, B, wide, wider)
+    pool.resizes = False
+    pool.core.policy = Coordinator()
     pool.has("a", 0, gib=1.0)
     pool.tell()
     (load,) = commands(pool.demand(wide=0.2))
@@ -457,7 +462,9 @@ def test_the_base_rules_place_a_wide_model_and_say_when_they_never_can() -> None
     pool.demand(wider=0.2)
     pool.tick(1.1)
     assert pool.refusal("wider") == "needs 8 linked devices of 1.0 GiB, no worker has more than 4"
-    full = Pool(A, B, wide, wakes_cold_models=True)
+    full = Pool(record("a", max_replicas=2), B, wide)
+    full.resizes = False
+    full.core.policy = Coordinator()
     for gpu in (0, 1, 2):
         full.has("a" if gpu else "b", gpu, gib=2.0)
     full.has("wide-not", 3, gib=4.0)
@@ -579,8 +586,8 @@ def test_a_model_that_may_not_be_acted_on_is_only_advised_about() -> None:
 
 
 def test_a_locked_model_is_left_alone() -> None:
-    """Neither a policy nor the base rules start, stop or change a replica of it (SCH-11)."""
-    pool = Pool(A, B, record("c", 4.0), wakes_cold_models=True)
+    """No policy may start, stop or change a replica of it (SCH-11)."""
+    pool = Pool(A, B, record("c", 4.0))
     a = pool.has("a", 0)
     pool.has("c", 1, gib=4.0)
     pool.tell()
@@ -591,18 +598,28 @@ def test_a_locked_model_is_left_alone() -> None:
         f"{a} is locked by a person",
         "b is locked by a person",
     ]
-    assert commands(pool.demand(b=20.0)) == []
+    pool.tick(0.2)
     (view,) = pool.view.models[A.model_hash].replicas
     assert view.stays and not pool.view.models[B.model_hash].may_load
+    pool.core.policy = Coordinator()
+    assert commands(pool.demand(b=20.0)) == []
     assert [type(command) for command in commands(pool.step(said(lock("a"))))] == [LoadModel]
 
 
-def test_the_base_rules_serve_models_that_a_policy_may_not_act_for() -> None:
-    """A policy that does everything itself leaves them to nobody else."""
-    pool = Pool(A, record("b", mode=Mode.ADVISE))
-    assert commands(pool.demand(a=1.0)) == []
-    (load,) = commands(pool.demand(a=1.0, b=1.0))
-    assert isinstance(load, LoadModel) and load.record.name == "b"
+def test_nothing_happens_by_itself_to_a_model_that_may_only_be_watched() -> None:
+    """In observe and advise its replicas stay for whoever waits, none is started, and its clients are told why."""
+    for only in (Mode.OBSERVE, Mode.ADVISE):
+        pool = Pool(record("a", 4.0, mode=only), record("b", 4.0, mode=only), record("c", 4.0))
+        pool.core.policy = Coordinator()
+        for gpu in range(4):
+            pool.has("a", gpu, gib=4.0)
+        pool.tell()
+        assert commands(pool.demand(b=1.0, c=1.0)) + commands(pool.tick(60.0)) == []
+        text = f"not loaded, and nothing is loaded by itself in its mode {only.value} (carpool mode b act)"
+        assert pool.refusal("b") == text and pool.refusal("c").startswith("no capacity, pinned")
+        assert pool.refusal("a") == ""
+        pool.step(said(mode("a", Mode.ACT)))
+        assert isinstance(commands(pool.tick(2.0))[0], DrainReplica)
 
 
 # ------------------------------------------------------------------------------------------------------ weights and journal
@@ -638,7 +655,7 @@ def test_the_journal_tells_of_a_transaction_before_its_commands() -> None:
     assert kinds == ["TransactionBegan", *["StepSent", "StepEnded"] * 3, "TransactionEnded"]
     began, ended = entries[0], entries[-1]
     assert isinstance(began, TransactionBegan) and isinstance(ended, TransactionEnded)
-    assert (began.kind, began.replicas, began.devices, began.by_policy) == ("place", (b,), (GPUS[0],), True)
+    assert (began.kind, began.replicas, began.devices) == ("place", (b,), (GPUS[0],))
     assert ended.failure == ""
     told = [type(command).__name__ for command in pool.out if isinstance(command, AppendJournal | SendCommand)]
     assert told[:2] == ["AppendJournal", "SendCommand"]

@@ -19,8 +19,6 @@ class Sees:
     """Starts what waits, wherever there is room, and remembers what it saw."""
 
     name = "sees"
-    wakes_cold_models = False
-    needs_costs = True
 
     def __init__(self) -> None:
         self.models: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from broker.core.pool.events import (
@@ -12,7 +13,6 @@ from broker.core.pool.events import (
     OperationSeen,
     PublishDigest,
     SchedulerEvent,
-    SchedulerSettings,
     Ticked,
     UnloadRequested,
     WorkerReported,
@@ -119,21 +119,22 @@ def test_a_person_unloads_a_model_and_only_demand_brings_it_back() -> None:
 
 
 def test_a_long_idle_model_is_unloaded_where_that_is_wished() -> None:
-    """Not by default; pinned ones and those with demand stay."""
-    for idle_unload_s, waits, pinned, leaves in (
+    """After the keep time of its file; not by default so soon; pinned ones and those with demand stay."""
+    for keep_s, waits, pinned, leaves in (
         (60.0, False, False, True),
         (None, False, False, False),
         (60.0, True, False, False),
         (60.0, False, True, False),
         (600.0, False, False, False),
     ):
-        bench = settled(A, settings=SchedulerSettings(idle_unload_s=idle_unload_s))
+        bench = settled(msgspec.structs.replace(A, keep_s=keep_s))
         if pinned:
             bench.step(said(pin("a")))
-        if waits:
-            bench.demand(a=0.1)
         bench.report(listed("a", idle_s=100.0))
-        bench.tick(0.2)
+        for _ in range(20):
+            if waits:
+                bench.demand(a=0.1)
+            bench.tick(5.0)
         assert bool(bench.core.transactions.running) is leaves
 
 

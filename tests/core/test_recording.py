@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.core.plan.coordinator import Coordinator
 from broker.core.plan.policy import Decision, Policy, PoolView, StartReplica, StopReplica
 from broker.core.pool.events import (
     LeadershipGained,
@@ -23,7 +24,7 @@ from broker.scheduler.recording import Recorder, replay
 from subjects.errors import ConfigError
 from tests.core.scheduler_world import World, record
 
-SETTINGS = SchedulerSettings(minority_wait_s_max=3.0, residency_s_min=1.0)
+SETTINGS = SchedulerSettings(drain_s=20.0)
 MEGABYTE = 1 << 20
 
 
@@ -31,7 +32,6 @@ class Turns:
     """A policy with a memory of its own: each model in turn, wherever there is room."""
 
     name = "turns"
-    wakes_cold_models = True
 
     def __init__(self) -> None:
         self.turn = 0
@@ -48,9 +48,9 @@ class Turns:
         return Decision(actions=(*stops[:1], *starts), notes={model.record.model_hash: f"turn {self.turn}"})
 
 
-def make_policy(name: str) -> Policy | None:
+def make_policy(name: str) -> Policy:
     """Those that the tests here record."""
-    return Turns() if name == "turns" else None
+    return Turns() if name == "turns" else Coordinator()
 
 
 def history(path: Path, *, seed: int = 1, policy: str = "rules", bytes_max: int = 100 * MEGABYTE) -> Recorder:
@@ -99,7 +99,7 @@ def test_a_difference_is_shown_and_ends_its_run(tmp_path: Path) -> None:
     path = tmp_path / "decisions.rec"
     history(path, policy="turns").close()
     history(path, seed=2).close()
-    found = replay(path, lambda _name: None)
+    found = replay(path, lambda _name: Coordinator())
     (difference,) = found.differences
     assert (found.runs, difference.run) == (2, 1)
     assert difference.recorded != difference.replayed

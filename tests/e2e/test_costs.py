@@ -17,7 +17,7 @@ from ops.models import records_of
 from ops.supervisor import Pool, PoolOptions
 from profiles.tiny import make_tiny
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio, pytest.mark.timeout(480)]
 
 SERVICE = """
 apiVersion: llm.serving/v1
@@ -27,7 +27,7 @@ spec:
   source: {source}
   engine: {{type: vllm, dtype: float32, max_context_len: 512, max_num_seqs: 8, kv_cache_bytes: 16MiB}}
 """
-BOUND_S = 90.0
+BOUND_S = 180.0
 
 
 async def _costs(pool: Pool) -> dict[str, Any]:

@@ -81,7 +81,6 @@ class Scripted:
     """Takes its actions at given times; steps are ``(time, function of the view)``, in order."""
 
     name = "scripted"
-    wakes_cold_models = False
 
     def __init__(self, *steps: tuple[float, Step], wakes_cold_models: bool = False, cold_loads: bool = False) -> None:
         self._steps = list(steps)

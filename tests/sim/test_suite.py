@@ -31,7 +31,6 @@ class _Broken:
     """A policy with a mistake in it."""
 
     name = "broken"
-    wakes_cold_models = True
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         raise KeyError("a model that is not there")

@@ -187,7 +187,7 @@ class World:
         self._resigned = False
         self._bus_down_s: list[tuple[float, float]] = []
         self.records = [self._record(index) for index in range(self.options.models)]
-        self._settings = sch.SchedulerSettings(minority_wait_s_max=5.0, residency_s_min=3.0, drain_s=10.0)
+        self._settings = sch.SchedulerSettings(drain_s=10.0)
         for index in range(self.options.gateways):
             self._start_gateway(index)
         for host in range(self.options.hosts):

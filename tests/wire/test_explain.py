@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from broker.gateway.recent_requests import RecentRequests
+from broker.scheduler.policies import make_policy
 from broker.scheduler.recording import replay
 from broker.scheduler.shell import Scheduler, SchedulerConfig
 from ops.cli import main
@@ -168,7 +169,7 @@ async def test_a_recording_of_a_live_scheduler_replays_the_same(nats_server: Nat
         steps = scheduler.core.digests.latest
         assert steps is not None
         await rig.end(scheduler)
-    found = replay(path, lambda _name: None)
+    found = replay(path, make_policy)
     assert found.differences == [] and found.runs == 1 and found.orders >= 3 and found.commands > 20
     result = await asyncio.to_thread(CliRunner().invoke, main, ["replay-scheduler", str(path), "--json"])
     assert result.exit_code == 0 and json.loads(result.stdout)["same"] is True

@@ -46,7 +46,7 @@ from tests.waiting import until
 from tests.wire.scripted_agent import ScriptedAgent
 
 BOUND_S = 20.0
-QUICK = SchedulerSettings(residency_s_min=0.5)
+QUICK = SchedulerSettings()
 
 
 class Rig:

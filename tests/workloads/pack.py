@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ops import simulator
 from ops.simulator.traces import aegaeon, azure, mooncake, servegen
 from ops.simulator.traces.columns import text
-from ops.simulator.traces.draws import TABLE_OCTAVES, TABLE_STEPS
+from ops.simulator.traces.draws import FAMILIES, TABLE_OCTAVES, TABLE_STEPS
 
 DATA = Path(simulator.__file__).parent / "data"
 CV_GRID = np.round(np.geomspace(0.1, 4.0, 32), 4)
@@ -78,7 +78,7 @@ def read_tables(
                         cell=int(float(line["window_start_s"]) // servegen.CELL_S),
                         rate_rps=float(line["rate_rps"]),
                         cv=float(line["iat_cv"]),
-                        family=servegen.FAMILIES.index(line["dist"].lower()),
+                        family=FAMILIES.index(line["dist"].lower()),
                     )
                 )
     columns = [f"q{place}.5" for place in range(servegen.QUANTILES)]

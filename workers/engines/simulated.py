@@ -74,11 +74,6 @@ class SimulatedEngine:
         self._wake = asyncio.Event()
         self._stopped = False
 
-    @property
-    def aborts(self) -> int:
-        """Aborts that reached a request which waited or ran."""
-        return self._core.aborted
-
     async def start(self) -> EngineInfo:
         """Takes ``load_s``, then fails or is ready as the options say."""
         await asyncio.sleep(self.profile.load_s)

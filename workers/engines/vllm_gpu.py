@@ -15,8 +15,9 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from profiles.costs import sums_of
 from subjects.errors import EngineError
-from subjects.messages import Adapter
+from subjects.messages import Adapter, StepSums
 from subjects.tasks import end_tasks
 from workers.engines.adapter_gate import lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from workers.engines.vllm_embed import EmbeddingAnswer
     from workers.engines.vllm_openai import Answer, Prompt
 
+STEP_SMOOTHING = 0.1
+"""Weight of the newest step in the running mean of step times."""
 WATCH_EVERY_S = 0.5
 """How often the engine's process is asked after while nothing runs."""
 
@@ -44,6 +47,8 @@ class VllmGpuEngine(VllmBase):
         self._started: EngineInfo | None = None
         self._kv_usage = 0.0
         self._waiting = 0
+        self._step_began_s = self._step_s = 0.0
+        self._sums = StepSums()
         self._stopped = False
 
     async def start(self) -> EngineInfo:
@@ -68,13 +73,27 @@ class VllmGpuEngine(VllmBase):
         self._started = self._info(engine.renderer.get_tokenizer(), sleeps=self._sleeps)
         return self._started
 
+    def add(self, request: EngineRequest) -> None:
+        """Starts the request's task; an idle engine's step begins with it."""
+        if not self._running:
+            self._step_began_s = time.monotonic()
+        super().add(request)
+
     def load(self) -> EngineLoad:
         """Our own count wins over vLLM's last report, which stays as it was once nothing runs."""
         running = len(self._running)
         waiting = min(self._waiting, running)
         used = round(self._kv_usage * self._kv_pages) if running else 0
         free = max(self._kv_pages - used, 0)
-        return EngineLoad(running - waiting, waiting, free, hit_ratio=self._hits.ratio)
+        return EngineLoad(
+            running - waiting,
+            waiting,
+            free,
+            busy_s=self._sums.busy_s,
+            step_s=self._step_s,
+            sums=self._sums,
+            hit_ratio=self._hits.ratio,
+        )
 
     async def empty_prefixes(self) -> bool:
         """Drops vLLM's own prefix cache; False: something runs, nothing changed."""
@@ -136,7 +155,7 @@ class VllmGpuEngine(VllmBase):
     def _make_counters(self, vllm_config: Any, engine_index: int = 0) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
 
-        report, hits = self._report, self._hits
+        report, stepped, hits = self._report, self._stepped, self._hits
 
         class Counters(StatLoggerBase):  # type: ignore[misc] # the base class is not typed for us
             """Takes the scheduler's counters as they come."""
@@ -144,7 +163,9 @@ class VllmGpuEngine(VllmBase):
             def __init__(self) -> None:
                 pass
 
-            def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+            def record(self, scheduler_stats: Any, iteration_stats: Any = None, *_: Any, **__: Any) -> None:
+                if iteration_stats is not None:
+                    stepped(iteration_stats)
                 if scheduler_stats is not None:
                     prefixes = scheduler_stats.prefix_cache_stats
                     hits.add(prefixes.queries, prefixes.hits)
@@ -157,6 +178,27 @@ class VllmGpuEngine(VllmBase):
 
     def _report(self, waiting: int, kv_usage: float) -> None:
         self._waiting, self._kv_usage = waiting, kv_usage
+
+    def _stepped(self, iteration: Any) -> None:
+        """A step's outputs came, one step after those before it, or after the first request came to an idle engine.
+
+        vLLM tells prompts when their last part is prefilled, so a long one counts for the step that ended it.
+        """
+        now_s = time.monotonic()
+        took_s, self._step_began_s = now_s - self._step_began_s, now_s
+        prompts = len(iteration.time_to_first_tokens_iter)
+        decoding = max(0, iteration.num_generation_tokens - prompts)
+        prompt_tokens = iteration.prompt_token_stats.computed
+        held = self._kv_usage * self._kv_pages * self._record.block_size
+        step = StepSums(
+            steps=1,
+            prompt_tokens=prompt_tokens,
+            prompt_tokens2=prompt_tokens * prompt_tokens // max(1, prompts),
+            requests=decoding,
+            context_tokens=round(held * decoding / max(1, decoding + prompts)),
+        )
+        self._sums = sums_of(self._sums, step, took_s)
+        self._step_s += (took_s - self._step_s) * (STEP_SMOOTHING if self._step_s else 1.0)
 
     def _hook_continuations(self) -> None:
         # The detokenizer must be set before the first output can come, that is inside vLLM's own add_request.

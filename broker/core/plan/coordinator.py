@@ -106,7 +106,7 @@ class CoordinatorSettings:
     residency_s: float = 6.0
     """A busy model's only replica serves at least for this long, and for as long as its load took, before it may leave;"""
     turn_s: float = TURN_S
-    """and before another model has waited for so long, or for that residency and two loads where these are longer."""
+    """and before another model has waited for so long, or for that residency and a load where these are longer."""
     urgency_s: float = 1.0
     """Waiting so long without a replica weighs as much as lacking all capacity does."""
     lack_free: float = 0.2
@@ -167,8 +167,6 @@ class Coordinator:
         """By model: what each of them has on average."""
         self._turn = 0
         self._calm_s = -math.inf
-        self._claims: dict[ModelHash, tuple[int, ...]] = {}
-        """Devices that a model waits for which found no place in time: nobody else is placed there."""
         self._victims: dict[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] = {}
         """By place of a block of this look's plan: who leaves for it."""
         self._decided_s = -math.inf
@@ -190,12 +188,14 @@ class Coordinator:
     def _decided(
         self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]
     ) -> Decision:
+        s = self.settings
         seen = (
             tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
             tuple([model.record.model_hash for model, _ in pairs]),
         )
         due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
-        if not due and not self._anybody_lacks(needs):
+        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= s.needs.late_s) for model, _ in pairs)
+        if not due and not starved and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
         return self._plan(self._look(now_s, view, pairs, needs))
@@ -243,7 +243,7 @@ class Coordinator:
                 if len(places) == model.record.gpus:
                     held = left = 0
                     if replica.state is not ReplicaState.READY or not model.resizes_kv:
-                        held = replica.budget_bytes
+                        held = fixed_bytes(model.record) + -(-replica.kv_bytes // model.record.gpus)
                     elif replica.replica not in self._spares.kept and replica.running:
                         left = fixed_bytes(model.record) + kv_used_bytes(model.record, replica) // model.record.gpus
                     place = tuple(sorted(places))
@@ -261,12 +261,12 @@ class Coordinator:
         s = self.settings
         record = model.record
         kv_min = kv_least_bytes(model, s.memory.kv_tokens_min)
-        seen_s = max([need.last_seen_s, *(r.last_used_s for r in model.replicas if r.state is ReplicaState.READY)])
-        idle_s = now_s - seen_s if now_s - seen_s >= s.idle_s else 0.0
+        idle_s = now_s - need.last_seen_s if now_s - need.last_seen_s >= s.idle_s else 0.0
         keep_s = record.keep_s if record.keep_s is not None else s.keep_s
         alive = not idle_s or (bool(model.replicas) and idle_s < keep_s)
+        may_start = model.may_load and model.may_act
         residency_s = max(s.residency_s, model.load_s)
-        turn_s = max(s.turn_s, residency_s + 2 * model.load_s)
+        turn_s = max(s.turn_s, residency_s + model.load_s)
         ready = [r.since_s for r in model.replicas if r.state is ReplicaState.READY]
         settled = bool(ready) and now_s - max(ready) >= residency_s
         if idle_s and (record.min_replicas or not model.replicas):
@@ -299,7 +299,7 @@ class Coordinator:
             fails=model.fails,
             replicas_min=max(record.min_replicas, int(alive)),
             replicas_wanted=math.ceil(need.seats / record.max_num_seqs) if alive else 0,
-            replicas_max=record.max_replicas if model.may_load else min(record.max_replicas, len(model.replicas)),
+            replicas_max=min(record.max_replicas, record.max_replicas if may_start else len(model.replicas)),
             starts_max=max(0, record.max_replicas - len(model.replicas)),
             co_locates=record.allow_co_location,
             tenant=record.tenant,
@@ -328,15 +328,16 @@ class Coordinator:
         if routine:
             self._helpless = {}
         known = [self._helpless.get(key, -1.0) for key in hashes]
-        claimed = [site for key, sites in self._claims.items() if key in hashes for site in sites]
-        if claimed:
-            search.grow(only=[index for index, key in enumerate(hashes) if key in self._claims])
+        auction = Turns(look, layout, max(VALUES.values()))
+        overdue = auction.overdue()
+        search.grow(only=overdue)
+        auction.claim(overdue)
         search.grow(
             only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + LACK_GROWN],
-            shut=claimed,
+            shut=auction.claimed(),
         )
         self._helpless.update((hashes[index], layout.lack(index)) for index in search.helpless)
-        layout = self._turns(look, layout)
+        layout = self._turns(look, layout, auction)
         enough = set(layout.blocks) == there
         why = "the rest carries it"
         spares = self._spares.kept
@@ -372,13 +373,11 @@ class Coordinator:
                 for _, number in views[:over]:
                     layout.remove(number)
 
-    def _turns(self, look: Look, layout: Layout) -> Layout:
+    def _turns(self, look: Look, layout: Layout, auction: Turns) -> Layout:
         """Who waits without a place gets that of others; see ``turns``. What yields does so at once, so that what its
         requests hold does not count as staying."""
         self._victims = {}
-        auction = Turns(look, layout, max(VALUES.values()))
         taken = auction.take()
-        self._claims = auction.claims
         if not taken:
             return layout
         gone = {victim for turn in taken for victim in turn.victims}
@@ -522,6 +521,7 @@ class Coordinator:
         if not self._doomed and not self._closed:
             return
         self._closed = {replica: since for replica, since in self._closed.items() if replica in look.replicas}
+        planned = {block.need for block in blocks}
         coming = {block.need for block in blocks if block.replica is None or not look.ready(block.replica)}
         served = {block.need for block in blocks if block.replica is not None and look.ready(block.replica)}
         for index, model in enumerate(look.models):
@@ -532,7 +532,7 @@ class Coordinator:
                     if doomed:
                         stops[replica] = StopReplica(replica, self._doomed[replica])
                     continue
-                wanted = look.problem.needs[index].replicas_min > 0
+                wanted = look.problem.needs[index].replicas_min > 0 and index in planned
                 closes = doomed and index not in coming and (index in served or not wanted)
                 if closes and replica not in self._closed:
                     self._closed[replica] = now_s

@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 from broker.core.pool.state import Device, Pool
-from profiles.costs import engine_name, fit_costs, median_error, sums_between, sums_of, work_s
+from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
 from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
 from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import (
@@ -25,6 +25,7 @@ from subjects.messages import (
     CostsMeasured,
     EngineType,
     KeptCosts,
+    ModelDemand,
     ModelRecord,
     ReplicaReport,
     ReplicaState,
@@ -51,6 +52,11 @@ ERROR_STEPS = 1000
 MEASURED_BATCH_MAX = 8
 """What replicas measure by themselves goes up to this batch; ``carpool profile`` asks for more."""
 POINTS_MAX = 96
+SERVER = "server"
+"""In place of a kind of device, for engines behind a URL: what they compute is no device's of this pool, so plans count next
+to nothing for them, and their times are what answers tell."""
+SERVED_TOKENS = 20_000
+"""About so many of the last answers' tokens tell of them."""
 
 
 class Source(Enum):
@@ -79,6 +85,7 @@ class Account:
 
     kept: KeptCosts | None = None
     fitted: StepCosts | None = None
+    """As kept, or of a server as its answers tell."""
     ratio: float = 1.0
     """Running mean over steps of the time that they took, over what the costs say without correction."""
     correction: float = 1.0
@@ -88,14 +95,17 @@ class Account:
     """Since when the ratio says that the measurement is wrong; infinite: it does not."""
     deviates: bool = False
     """Whether that has lasted."""
+    served: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
     windows: deque[StepSums] = field(default_factory=deque)
     """The last that happened, of ``ERROR_STEPS`` steps or a little more."""
     window_steps: int = 0
 
-    def restart(self, correction: float = 1.0) -> None:
-        """The costs below it are others now."""
-        self.ratio = self.correction = correction
-        self.steps = 0
+    def restart(self) -> None:
+        """The costs are others now: what happened so far says nothing of them."""
+        self.ratio = self.correction = 1.0
+        self.steps = self.window_steps = 0
+        self.windows.clear()
         self.off_since_s = math.inf
         self.deviates = False
 
@@ -143,9 +153,11 @@ class CostBook:
         if given is not None:
             return given, Source.GIVEN
         self._look_at_kinds()
+        account = self._accounts.get(_key(record, device_type))
+        if device_type == SERVER and account is not None and account.fitted is not None:
+            return account.fitted, Source.MEASURED
         if record.engine_type is not EngineType.VLLM:
             return self._estimate(record, device_type), Source.GIVEN
-        account = self._accounts.get(_key(record, device_type))
         base, source = self._base(record, device_type, account)
         if account is None:
             return base, source
@@ -164,22 +176,18 @@ class CostBook:
         for kind, (_, engines) in self._kinds.items():
             if engines is None or record.engine_type in engines:
                 costs[kind] = self.costs_of(record, kind)[0]
-        filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
+        if known is not None and known[0] is record and known[2].costs == costs:
+            filled = known[2]
+        else:
+            filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
         self._filled[record.model_hash] = (record, self.news, filled)
         return filled
-
-    def priced(self, record: ModelRecord) -> bool:
-        """Whether costs are known where it could run here."""
-        costs = self.filled(record).costs
-        return any(kind in costs for kind in self._kinds)
 
     def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
         """Without correction."""
         if record.costs.get(device_type) is not None:
             return record.costs[device_type], Source.GIVEN
-        if account is not None and account.kept is not None and account.kept.points:
-            if account.fitted is None:  # The registry may be read after what was kept.
-                account.fitted = fit_costs(account.kept.points, self._from_elsewhere(record, device_type))
+        if account is not None and account.fitted is not None:
             return account.fitted, Source.MEASURED
         return self._from_elsewhere(record, device_type), Source.ESTIMATED
 
@@ -225,7 +233,7 @@ class CostBook:
 
     def measured(self, now_s: float, event: CostsMeasured, record: ModelRecord) -> KeptCosts | None:
         """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
-        points = tuple(point for point in event.points if point.sums.busy_s > 0)
+        points = tuple(point for point in event.points if is_sane(point.sums))
         account = self._account(_key(record, event.device_type))
         old = account.kept
         anew = old is None or account.deviates or old.engine != event.engine
@@ -238,12 +246,15 @@ class CostBook:
                 cells[_cell(point)] = point
             elif known.beside or not point.beside:  # Another round: they weigh alike.
                 cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
+        taken = tuple(cells.values())[-POINTS_MAX:]
+        self._look_at_kinds()
         kept = KeptCosts(
             deployment=deployment_of(record),
             device_type=event.device_type,
             gpus=record.gpus,
             engine=event.engine,
-            points=tuple(cells.values())[-POINTS_MAX:],
+            costs=fit_costs(taken, self._from_elsewhere(record, event.device_type)) if points or old is None else old.costs,
+            points=taken,
             whole=event.whole or (not anew and old is not None and old.whole),
             at_unix_s=now_s + self.unix_offset_s,
         )
@@ -258,8 +269,8 @@ class CostBook:
                 self._take(account, kept)
 
     def _take(self, account: Account, kept: KeptCosts) -> None:
-        account.kept, account.fitted = kept, None
-        account.restart(kept.correction)
+        account.kept, account.fitted = kept, kept.costs
+        account.restart()
         self.news += 1
 
     def _account(self, key: Key) -> Account:
@@ -288,7 +299,7 @@ class CostBook:
                 continue
             known[replica.replica] = replica.sums
             record = records.get(replica.model_hash)
-            if record is None or window.steps <= 0 or window.busy_s <= 0 or _has_company(replica, snapshot.replicas):
+            if record is None or not is_sane(window) or _has_company(replica, snapshot.replicas):
                 continue
             kind = kinds.get(replica.device, "")
             account = self._account(_key(record, kind))
@@ -320,6 +331,23 @@ class CostBook:
         newly = lasts and not account.deviates
         account.deviates = account.deviates or lasts
         return newly
+
+    def served(self, rows: Iterable[ModelDemand], records: Mapping[ModelHash, ModelRecord]) -> None:
+        """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
+        for row in rows:
+            record = records.get(row.model_hash)
+            if record is None or record.engine_type is not EngineType.OPENAI_HTTP or row.output_tokens <= row.finished:
+                continue
+            if not 0 <= row.ttft_s_sum <= row.latency_s_sum < math.inf:
+                continue
+            account = self._account(_key(record, SERVER))
+            steps = row.output_tokens - row.finished
+            new = (row.ttft_s_sum, float(row.input_tokens), row.latency_s_sum - row.ttft_s_sum, float(steps))
+            fade = 0.5 ** (steps / SERVED_TOKENS)
+            first_s, prompt_tokens, rest_s, rest = (fade * old + more for old, more in zip(account.served, new, strict=True))
+            account.served = (first_s, prompt_tokens, rest_s, rest)
+            account.steps += steps
+            account.fitted = StepCosts(prefill_token_s=first_s / max(1.0, prompt_tokens), step_const_s=rest_s / rest)
 
     # ------------------------------------------------------------------------------------------------ what to measure next
 
@@ -376,9 +404,11 @@ class CostBook:
 
     def rows(self, record: ModelRecord) -> list[CostsRow]:
         """One for each kind of device here that the model could run on, and for each that it was measured on."""
-        filled = self.filled(record)
         deployment = deployment_of(record)
-        kinds = dict.fromkeys(filled.costs) | dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
+        kinds = dict.fromkeys(self.filled(record).costs)
+        if record.engine_type is EngineType.OPENAI_HTTP:
+            kinds = {SERVER: None}
+        kinds |= dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
         rows = []
         for kind in sorted(kinds):
             costs, source = self.costs_of(record, kind)

@@ -55,23 +55,20 @@ class Feasibility:
 
     def all_stay(self, record: ModelRecord) -> bool:
         """Whether no replica of a model may be evicted now."""
-        if self._fixed(record.model_hash):
+        if self._catalogue.pinned(record) or self._catalogue.locked(record.model_hash):
             return True
         return 0 < record.min_replicas >= len(self._pool.open_replicas(record.model_hash))
 
-    def _fixed(self, model_hash: ModelHash) -> bool:
-        """Whether a person's word keeps what a model has: pinned, locked, or in a mode in which nothing happens by itself."""
-        record, catalogue = self._catalogue.of_hash(model_hash), self._catalogue
-        if record is None:
-            return False
-        return catalogue.pinned(record) or catalogue.locked(model_hash) or catalogue.mode(model_hash) is not Mode.ACT
-
     def holds(self, model_hash: ModelHash) -> bool:
-        """Whether all replicas that a model has are kept."""
+        """Whether all replicas that a model has are kept, be it because nothing happens by itself in its mode."""
         record = self._catalogue.of_hash(model_hash)
         if record is None:
             return False
-        return self._fixed(model_hash) or 0 < self.replicas_count(model_hash) <= record.min_replicas
+        return (
+            self.all_stay(record)
+            or self._catalogue.mode(model_hash) is not Mode.ACT
+            or 0 < self.replicas_count(model_hash) <= record.min_replicas
+        )
 
     def held_bytes(self, device: Device) -> int:
         """What stays on a device whatever anybody wants, that which is on its way included."""

@@ -187,6 +187,7 @@ class _Tracker:
         "load_most",
         "need",
         "requests",
+        "resident",
         "row",
         "seats_most",
         "share_most",
@@ -197,7 +198,7 @@ class _Tracker:
     def __init__(self, row: int, settings: NeedSettings) -> None:
         self.row = row
         self.need = ModelNeed()
-        self.busy = False
+        self.busy = self.resident = False
         self.correction = Correction(settings.correction)
         self.followed_s = -math.inf
         self.lengths = Lengths()
@@ -283,17 +284,21 @@ class Needs:
         return needs
 
     def _known(self, models: list[tuple[ModelView, StepCosts]]) -> list[_Tracker]:
-        present = {model.record.model_hash: None for model, _ in models}
+        present = {model.record.model_hash: model.replicas for model, _ in models}
         for model_hash in [known for known in self._trackers if known not in present]:
             row = self._trackers.pop(model_hash).row
             self.headroom.forget_row(row)
             self._free_rows.append(row)
         trackers = []
-        for model_hash in present:
+        for model_hash, replicas in present.items():
             tracker = self._trackers.get(model_hash)
             if tracker is None:
                 row = self._free_rows.pop() if self._free_rows else self.headroom.add_row()
                 tracker = self._trackers[model_hash] = _Tracker(row, self.settings)
+            if replicas and not tracker.resident:  # What was used before anybody looked shows in its replicas alone.
+                used_s = max(replica.last_used_s for replica in replicas)
+                tracker.need.last_seen_s = max(tracker.need.last_seen_s, used_s)
+            tracker.resident = bool(replicas)
             trackers.append(tracker)
         return trackers
 
@@ -339,7 +344,7 @@ class Needs:
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
-        busy = max(model.running + self._seated(model), self._soon(model, costs, need, tracker))
+        busy = max(self._seated(model), self._soon(model, costs, need, tracker))
         need.seats = tracker.seats_most.add(now_s, SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
         need.share_min = min(
@@ -354,12 +359,14 @@ class Needs:
             need.last_seen_s = now_s
 
     def _seated(self, model: ModelView) -> float:
-        """Of what waits, what should have a seat now: all of it when it waits for long because no seat is free."""
+        """Requests that should have a seat now: those that run, and a few of those that wait; all that wait where they do so
+        for long because no seat is free."""
         s = self.settings
         ready = [replica for replica in model.replicas if replica.state is ReplicaState.READY]
         if model.oldest_wait_s < s.late_s or model.running < s.full_share * sum(replica.slots for replica in ready):
-            return min(model.waiting, 0.2 * model.running)
-        return min(model.waiting, max(s.queue_max, len(ready)) * model.record.max_num_seqs)
+            return model.running + min(model.waiting, 0.2 * model.running)
+        seats = model.record.max_num_seqs
+        return max(model.running, len(ready) * seats) + min(model.waiting, max(s.queue_max, len(ready)) * seats)
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's

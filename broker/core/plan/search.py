@@ -194,7 +194,8 @@ class Search:
         if wanted.gpus == 1:
             firsts: dict[tuple[str, bool], int] = {}
             for (_, kind), sites in empty.items():
-                for site in sites:
+                order = [(site == wanted.avoids, layout.problem.sites[site].memory_bytes, site) for site in sites]
+                for *_, site in sorted(order):
                     firsts.setdefault((kind, layout.paid(site)), site)
             found = [sites for sites in places if layout.fits(need, sites)]
             others = [(site,) for sites in used.values() for site in sites]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look
 from broker.core.plan.problem import Block, Need
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import ReplicaId
 
 TURN_S = 8.0
 """A busy model's only replica yields to one that has waited longer than this (or than what two loads cost, where that is
@@ -71,7 +71,7 @@ class Turns:
     look: Look
     layout: Layout
     value_max: float
-    claims: dict[ModelHash, tuple[int, ...]] = field(default_factory=dict)
+    claims: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def take(self) -> list[Turn]:
         """The turns to take now, the most urgent first; the layout has them all."""
@@ -93,9 +93,27 @@ class Turns:
                 gone = set(turn.victims)
                 for site, there in list(sellers.items()):
                     sellers[site] = [seller for seller in there if seller.replica not in gone]
-            elif needs[index].wait_s >= WAIT_BOUND_S and not self.layout.of(index) and not needs[index].fails:
-                self.claims[needs[index].model] = self._nearest(index)
         return turns
+
+    def overdue(self) -> list[int]:
+        """Models that have waited for a turn's time without a place, the longest waiting first."""
+        needs = self.look.problem.needs
+        found = [
+            (-need.wait_s, need.model, index)
+            for index, need in enumerate(needs)
+            if need.wait_s >= TURN_S and not self.layout.of(index) and need.replicas_max > 0 and not need.fails
+        ]
+        return [index for *_, index in sorted(found)]
+
+    def claim(self, overdue: Iterable[int]) -> None:
+        """Keeps the devices that they are nearest to from those that have waited less."""
+        for index in overdue:
+            if not self.layout.of(index):
+                self.claims[index] = self._nearest(index)
+
+    def claimed(self, but: int = -1) -> list[int]:
+        """Devices that others than this model wait for."""
+        return [site for index, sites in self.claims.items() if index != but for site in sites]
 
     def _bid(self, index: int, need: Need) -> float:
         """What one more place is worth to a model, in devices; 0: it has what it needs, or may not have more."""
@@ -135,8 +153,8 @@ class Turns:
             seller = _Seller(number, there.replica, block.need, block.sites, held, price, need.idle_s, last)
             for site in block.sites:
                 found.setdefault(site, []).append(seller)
-        for there in found.values():
-            there.sort(key=lambda seller: (seller.price, seller.replica))
+        for on_site in found.values():
+            on_site.sort(key=lambda seller: (seller.price, seller.replica))
         return found
 
     def _sells(self, seller: _Seller, index: int) -> bool:
@@ -154,7 +172,7 @@ class Turns:
     def _buy(self, index: int, bid: float, sellers: dict[int, list[_Seller]]) -> Turn | None:
         need = self.look.problem.needs[index]
         groups: dict[str, list[tuple[float, int, tuple[_Seller, ...]]]] = {}
-        claimed = {site for claim in self.claims.values() for site in claim}
+        claimed = set(self.claimed(index)) if need.wait_s < TURN_S else ()
         for site, place in enumerate(self.look.problem.sites):
             if place.kind not in need.rates or site in claimed:
                 continue
@@ -173,7 +191,12 @@ class Turns:
             leave = list({seller.replica: seller for *_, offer in chosen for seller in offer}.values())
             price = sum(seller.price for seller in leave) + self._load_price(need)
             sites = tuple(sorted(site for _, site, _ in chosen))
-            if leave and price < bid and self._floors_hold(leave) and (best is None or (price, sites) < best[:2]):
+            if (
+                (leave or not self.layout.of(index))
+                and price < bid
+                and self._floors_hold(leave)
+                and (best is None or (price, sites) < best[:2])
+            ):
                 best = (price, sites, leave)
         if best is None:
             return None
@@ -223,7 +246,7 @@ class Turns:
         return True
 
     def _nearest(self, index: int) -> tuple[int, ...]:
-        """The devices that a bidder will most likely get: those of one group with the least that must stay."""
+        """The devices that a bidder will most likely get: those of one group with the most that can become free."""
         need, layout = self.look.problem.needs[index], self.layout
         groups: dict[str, list[tuple[int, int]]] = {}
         for site, place in enumerate(self.look.problem.sites):
@@ -235,8 +258,6 @@ class Turns:
                 if layout.blocks[number].stays
             )
             if stays + need.bytes_min <= place.memory_bytes:
-                groups.setdefault(place.group if need.gpus > 1 else str(site), []).append((stays, site))
-        options = [
-            tuple(site for _, site in sorted(found)[: need.gpus]) for found in groups.values() if len(found) >= need.gpus
-        ]
-        return min(options, default=())
+                groups.setdefault(place.group if need.gpus > 1 else str(site), []).append((stays - place.memory_bytes, site))
+        options = [sorted(found)[: need.gpus] for found in groups.values() if len(found) >= need.gpus]
+        return tuple(site for _, site in min(options, default=()))

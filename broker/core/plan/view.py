@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from broker.core.plan.costs import CostBook
 from broker.core.plan.feasibility import Feasibility
+from broker.core.plan.plan_input import fixed_bytes
 from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
 from broker.core.pool.catalogue import Catalogue, DeviceKey, Model
 from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import SchedulerSettings
-from broker.core.pool.state import COMING, Flow, Pool, Replica, Reservation
+from broker.core.pool.state import COMING, Device, Flow, Pool, Replica, Reservation
 from broker.core.pool.transactions import Transactions
 from subjects.ids import ModelHash, ReplicaId, base_name
 from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
@@ -91,7 +92,7 @@ class ViewBuilder:
                 report.kind,
                 report.device_type,
                 report.link,
-                report.memory_bytes,
+                report.memory_bytes - self._lost_bytes(device),
                 room.free_planned_bytes,
                 room.largest_free_bytes,
                 room.loads_coming,
@@ -99,6 +100,23 @@ class ViewBuilder:
                 tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
             )
         return views
+
+    def _lost_bytes(self, device: Device) -> int:
+        """Of a device what no plan can give away: what its agent holds back, what no model of the registry has, and what
+        replicas are charged beyond weights, overhead and KV."""
+        pool, room = self._pool, self._pool.room(device)
+        lost = room.held_back_bytes
+        for replica in room.replicas:
+            report = replica.report
+            record = self._catalogue.of_hash(report.model_hash)
+            if replica.replica in pool.leaving:
+                continue
+            if record is None or replica.dead:
+                lost += report.budget_bytes
+            else:
+                kv_bytes = -(-(report.kv_bytes or record.kv_bytes) // record.gpus)
+                lost += max(0, report.budget_bytes - fixed_bytes(record) - kv_bytes)
+        return lost
 
     def _model(
         self,
@@ -113,7 +131,7 @@ class ViewBuilder:
         model = catalogue.model(model_hash)
         demand = self._feasibility.demand(model_hash)
         mode = catalogue.mode(model_hash)
-        stays = self._feasibility.all_stay(record)
+        stays = mode is not Mode.ACT or self._feasibility.all_stay(record)
         replicas: list[ReplicaView] = []
         leaving = 0
         for replica in pool.replicas_for(model_hash):

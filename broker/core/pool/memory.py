@@ -52,6 +52,8 @@ class Room:
     """Loads under way or promised."""
     models: tuple[ModelHash, ...]
     """Models listed or promised there."""
+    held_back_bytes: int
+    """What the agent holds back beside what it lists."""
 
 
 def rooms_of(
@@ -97,7 +99,7 @@ def _room(
     leaving: Collection[ReplicaId],
     resized: Mapping[ReplicaId, tuple[int, int]],
 ) -> Room:
-    charged = max(0, report.reserved_bytes - in_report)
+    charged = held_back = max(0, report.reserved_bytes - in_report)
     unsent = leaves = growth = loads = 0
     for replica in replicas:
         budget = replica.report.budget_bytes
@@ -139,4 +141,5 @@ def _room(
         loads,
         loads + sum(not r.sent for r in promised),
         tuple([r.report.model_hash for r in replicas] + [r.model_hash for r in promised]),
+        held_back,
     )

@@ -54,6 +54,4 @@ def without_resize(context: PolicyContext) -> Coordinator:
 def without_grouping(context: PolicyContext) -> Coordinator:
     """Factory of ``carpool-no-grouping``."""
     needs = replace(NeedSettings(), keep_s=0.0, keep_lives=0.0)
-    return _Named(
-        "carpool-no-grouping", CoordinatorSettings(needs=needs, stay_s=0.0, calm_s=0.0, close_s=0.0, forget_s=60.0)
-    )
+    return _Named("carpool-no-grouping", CoordinatorSettings(needs=needs, stay_s=0.0, calm_s=0.0, close_s=0.0, keep_s=60.0))

@@ -6,9 +6,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from broker.core.plan.capacity import Load, Targets, compute_share, kv_bytes_needed, prefill_work_s, standing_share
+from broker.core.plan.capacity import prefill_work_s, standing_share
 from broker.core.plan.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
 from broker.core.pool.catalogue import DeviceKey
+from ops.simulator.capacity import Load, Targets, compute_share, kv_bytes_needed
 from subjects.ids import ModelHash
 from subjects.messages import ModelRecord, ReplicaState, StepCosts
 

@@ -38,7 +38,6 @@ class Hpa:
     """Per model one loop; what they share is only the free devices."""
 
     name = "hpa"
-    wakes_cold_models = False
     cold_loads = True
 
     def __init__(self, starts_with: dict[ModelHash, int]) -> None:

@@ -28,7 +28,6 @@ class OnDemand:
     """Loads on request, evicts the least recently used."""
 
     name = "on-demand"
-    wakes_cold_models = False
 
     def __init__(self) -> None:
         self._recent: dict[ModelHash, Recent] = {}

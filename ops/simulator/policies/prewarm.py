@@ -61,7 +61,6 @@ class Prewarm:
     """``prewarm``."""
 
     name = "prewarm"
-    wakes_cold_models = False
 
     def __init__(self) -> None:
         self._period, self._window = Every(PERIOD_S), Every(WINDOW_S)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from broker.core.plan.capacity import Load, kv_bytes_needed
 from broker.core.plan.policy import Action, Decision, PoolView, StartReplica
 from broker.core.pool.catalogue import DeviceKey
+from ops.simulator.capacity import Load, kv_bytes_needed
 from ops.simulator.policies.common import FILLED, capacity_used
 from ops.simulator.types import PolicyContext, PoolSpec, SimModel
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX
@@ -54,7 +54,6 @@ class QueueOnly:
     """Starts its placement and never changes it."""
 
     name = "queue-only"
-    wakes_cold_models = False
 
     def __init__(self, planned: Sequence[_Planned]) -> None:
         self._planned = planned

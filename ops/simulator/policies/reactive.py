@@ -36,7 +36,6 @@ class Reactive:
     """``global-reactive``."""
 
     name = "global-reactive"
-    wakes_cold_models = False
 
     def __init__(self, settings: ReactiveSettings | None = None) -> None:
         self.settings = settings or ReactiveSettings()

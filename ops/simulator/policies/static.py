@@ -18,8 +18,6 @@ from subjects.ids import ModelHash
 class Static:
     """Starts so many replicas of each model on empty devices and leaves them alone."""
 
-    wakes_cold_models = False
-
     def __init__(self, name: str, replicas: Mapping[ModelHash, int]) -> None:
         self.name = name
         self._replicas = dict(replicas)

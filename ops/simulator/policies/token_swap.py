@@ -52,7 +52,6 @@ class TokenSwap:
     """``token-swap``."""
 
     name = "token-swap"
-    wakes_cold_models = False
 
     def __init__(self) -> None:
         self._sizers: dict[ModelHash, Sizer] = {}
