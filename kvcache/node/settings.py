@@ -52,8 +52,6 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     data_connections_max: int = 8
     pull_batch_bytes: int = 16 << 20
     pull_batches_in_flight: int = 3
-    pull_s_max: float = 30.0
-    """Longest pull on behalf of a request."""
     offer_s: float = 60.0
     """Life of a token."""
     ask_s_max: float = 0.1
