@@ -12,6 +12,7 @@ import msgspec
 
 from ops.cli_common import clock
 from ops.control import control
+from profiles.deployment import sharers
 from subjects.errors import ConfigError
 from subjects.messages import ModelRecord
 
@@ -53,7 +54,8 @@ def _progress(line: str) -> None:
 
 async def apply_records(records: Sequence[ModelRecord], *, nats_url: str) -> None:
     """Applies ``records`` and tells what each needs; without ``nats_url`` only says what would be applied."""
-    notes: dict[str, str] = {}
+    shared = ((record.name, sharers(record, records)) for record in records)
+    notes = {name: f"shares replicas with {', '.join(others)}" for name, others in shared if others}
     if nats_url:
         rows = await control(nats_url, "apply", {"records": [msgspec.to_builtins(record) for record in records]}) or []
         notes = {row["name"]: row.get("note", "") for row in rows}
@@ -63,7 +65,8 @@ async def apply_records(records: Sequence[ModelRecord], *, nats_url: str) -> Non
             f"{record.name}: {'applied' if nats_url else 'would be applied'}, needs {size(record.budget_bytes)} "
             f"(weights {size(record.weights_bytes)}, KV {size(record.kv_bytes)}, overhead {size(record.overhead_bytes)})\n"
             f"  context {record.max_context_len}, {record.kv_bytes_per_token} B of KV per token, "
-            f"hash {record.model_hash[:16]}" + (", random weights" if record.random_weights else "")
+            f"hash {record.model_hash[:16]}, deployment {record.deployment[:16]}"
+            + (", random weights" if record.random_weights else "")
         )
         if record.adapters or record.adapters_max:
             print(f"  {adapters_text(record)}")

@@ -160,6 +160,7 @@ def _model(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['model']}: {result['state']}, class {result['sla_class']}, {limits}, mode {result['mode']}",
         f"  needs      {result['needs']}",
+        f"  deployment {result.get('deployment', '-')}",
         f"  demand     {result['waiting']} waiting (oldest {result['oldest_wait_s']:.1f} s), {result['running']} running"
         + (f", a newcomer waits about {result['estimated_wait_s']:.0f} s" if result["estimated_wait_s"] else ""),
     ]

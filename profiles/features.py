@@ -137,6 +137,7 @@ def profile_and_chain(
     hashes = chain_hashes(prompts[0], record.block_size, salt) if len(prompts) == 1 else []
     profile = RequestProfile(
         model_hash=record.model_hash,
+        deployment=record.deployment,
         endpoint=endpoint,
         tenant=context.tenant,
         sla_class=context.sla_class or record.sla_class,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from profiles import adapters, capacity, hashing
+from profiles.deployment import PARSING_OPTIONS, runs_with, with_deployment
 from profiles.paths import models_dir
 from profiles.service import ModelService
 from profiles.sizes import parse_size
@@ -29,9 +30,7 @@ _OPTIONS_WITHOUT_KV = frozenset(
         "enforce_eager",
         "kv_cache_dtype",
         "max_num_batched_tokens",
-        "reasoning_parser",
-        "tool_call_parser",
-        "tool_strict_level",
+        *PARSING_OPTIONS,
     }
 )
 """Engine options that change no KV, or are named by its signature; models that differ in any other do not share theirs."""
@@ -53,11 +52,11 @@ def build_record(service: ModelService, base_dir: Path, *, progress: Progress | 
     try:
         match service.spec.engine.type:
             case EngineType.VLLM:
-                return _vllm_record(service, base_dir, progress)
+                return with_deployment(_vllm_record(service, base_dir, progress))
             case EngineType.OPENAI_HTTP:
-                return _server_record(service, base_dir)
+                return with_deployment(_server_record(service, base_dir))
             case EngineType.SIMULATED:
-                return _simulated_record(service, base_dir)
+                return with_deployment(_simulated_record(service, base_dir))
     except ConfigError as error:
         # What does not name a field is wrong with the files, and those are where spec.source points.
         field = "" if str(error).startswith("spec.") else "spec.source: "
@@ -76,19 +75,16 @@ def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
         return
     directory = Path(record.source)
     hashing.verify(directory, record.weights_hash, trust_cache=trust_cache)
+    kind = _kind(
+        record.task,
+        _rank_of(record),
+        record.kv_codec if record.kv_reuse else "",
+        kv_converted=record.kv_reuse and record.kv_converted,
+    )
     try:
-        found = _files_hash(
-            directory,
-            record.weights_hash,
-            record.dtype,
-            record.engine_options,
-            _kind(
-                record.task,
-                _rank_of(record),
-                record.kv_codec if record.kv_reuse else "",
-                kv_converted=record.kv_reuse and record.kv_converted,
-            ),
-        )
+        found = _files_hash(directory, record.weights_hash, record.dtype, runs_with(record.engine_options), kind)
+        if found != record.model_hash:  # an older version's has the parsers too
+            found = _files_hash(directory, record.weights_hash, record.dtype, record.engine_options, kind)
     except ConfigError as error:
         raise EngineError(str(error)) from None
     if found != record.model_hash:
@@ -156,7 +152,7 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
         )
     return _record(
         service,
-        model_hash=_files_hash(directory, weights_hash, dtype, engine.options, kind),
+        model_hash=_files_hash(directory, weights_hash, dtype, runs_with(engine.options), kind),
         weights_hash=weights_hash,
         kv_signature=_kept_as(
             capacity.kv_signature(

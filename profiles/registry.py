@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from profiles.deployment import decode_record
 from subjects.codec import decode, encode
 from subjects.errors import ConfigError, DecodeError
 from subjects.ids import ModelHash
@@ -171,7 +172,7 @@ class Registry:
         records: list[ModelRecord] = []
         for (data,) in self._execute(query, values):
             try:
-                records.append(decode(data, ModelRecord))
+                records.append(decode_record(data))
             except DecodeError:
                 continue
         return tuple(records)

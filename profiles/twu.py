@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 TWU_FREE = 0.4
 """Below it a device can take more models; to be calibrated per site (OPS-7)."""
@@ -70,13 +70,13 @@ def default_weight(weights_bytes: int) -> float:
     return WEIGHT_8B if weights_bytes < 48_000_000_000 else WEIGHT_72B
 
 
-def current_weights(base: Mapping[ModelHash, float], device_twu: float) -> dict[ModelHash, float]:
+def current_weights(base: Mapping[DeploymentKey, float], device_twu: float) -> dict[DeploymentKey, float]:
     """Above a TWU of 0.8 the heaviest model's weight is multiplied by 0.6: lower priority, never refusal.
 
     Of equally heavy models the one with the lowest hash is meant. A model alone has nobody to give way to.
     """
     weights = dict(base)
     if device_twu > TWU_LOWERS_HEAVIEST and len(weights) > 1:
-        heaviest = min(weights, key=lambda model_hash: (-weights[model_hash], model_hash))
+        heaviest = min(weights, key=lambda deployment: (-weights[deployment], deployment))
         weights[heaviest] *= HEAVIEST_FACTOR
     return weights

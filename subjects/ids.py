@@ -31,12 +31,15 @@ OperationId = NewType("OperationId", str)
 """One scale-action step; an agent applies each id at most once."""
 ModelHash = NewType("ModelHash", _Sha256)
 """SHA-256 in 64 hex digits over weights, config, tokenizer and chat template (PRO-3)."""
+DeploymentKey = NewType("DeploymentKey", Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$(?!\n)")])
+"""SHA-256 in 64 hex digits of what is placed: a model hash, a replica's shape and a tenant (``profiles.deployment``). Empty
+in messages of older peers, which placed by the model hash."""
 ModelKey = NewType("ModelKey", str)
-"""The first 16 hex digits of a model hash: the form used in subjects."""
+"""The first 16 hex digits of a deployment: the form used in subjects."""
 Tenant = NewType("Tenant", str)
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MODEL_HASH = re.compile(r"[0-9a-f]{64}")
+_HEX_64 = re.compile(r"[0-9a-f]{64}")
 _INCARNATION_BYTES = 5
 
 
@@ -61,12 +64,12 @@ def base_name(incarnated_id: str) -> str:
     return incarnated_id.rpartition("-")[0]
 
 
-def model_key(model_hash: ModelHash) -> ModelKey:
-    """The subject form of a model hash.
+def model_key(deployment: DeploymentKey) -> ModelKey:
+    """The subject form of a deployment.
 
     Raises:
-        ValueError: ``model_hash`` is not 64 lower-case hex digits.
+        ValueError: ``deployment`` is not 64 lower-case hex digits.
     """
-    if _MODEL_HASH.fullmatch(model_hash) is None:
-        raise ValueError("model hash: expected 64 lower-case hex digits")
-    return ModelKey(model_hash[:16])
+    if _HEX_64.fullmatch(deployment) is None:
+        raise ValueError("deployment: expected 64 lower-case hex digits")
+    return ModelKey(deployment[:16])

@@ -29,7 +29,7 @@ from subjects import names
 from subjects.bus import Bus, BusMessage, Puller, QueuedTicket
 from subjects.codec import decode, encode
 from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, EngineError, NoResponders, place_of
-from subjects.ids import model_key
+from subjects.ids import DeploymentKey, model_key
 from subjects.logs import log_json
 from subjects.messages import (
     Back,
@@ -177,6 +177,8 @@ class Replica:
 
     def __init__(self, spec: ReplicaSpec, control: ControlStream[ToReplica]) -> None:
         self._spec = spec
+        # Of a scheduler that places by the model hash: then so does whoever queues for it.
+        self._deployment = spec.record.deployment or DeploymentKey(spec.record.model_hash)
         self._control = control
         self._core = ReplicaCore(spec.replica)
         self._engine: Engine | None = None
@@ -370,6 +372,7 @@ class Replica:
                         cache_salt=grant.cache_salt,
                         max_tokens=grant.max_tokens or profile.max_tokens,
                         adapter=grant.adapter,
+                        options=grant.options,
                         tenant=profile.tenant,
                         sla_class=profile.sla_class,
                         chain_id=profile.chain_id,
@@ -415,7 +418,7 @@ class Replica:
             puller = self._pullers.get((sla_class, lane))
             if puller is None:
                 opened = await bus.open_puller(
-                    model_key(self._spec.record.model_hash),
+                    model_key(self._deployment),
                     sla_class,
                     lane,
                     on_ticket=lambda queued: self._pulled(sla_class, lane, queued),
@@ -473,7 +476,7 @@ class Replica:
         self._measure(mine.measure if mine is not None and mine.state is ReplicaState.READY else 0)
         pool = PoolChanged(weights={}, closed=closed)
         for model in digest.models:
-            if model.model_hash == self._spec.record.model_hash:
+            if model.deployment == self._deployment:
                 weights = {kind: model.class_weights[kind.value] for kind in SlaClass if kind.value in model.class_weights}
                 pool = PoolChanged(weights=weights, waiting=model.waiting_queues, closed=closed)
         if pool != self._pool:

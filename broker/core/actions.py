@@ -21,7 +21,7 @@ from broker.core.pool.state import COMING, Device, Pool, Replica
 from broker.core.pool.transaction import Kind, Transaction
 from broker.core.pool.transactions import Transactions
 from profiles.budget import with_kv
-from subjects.ids import ModelHash, ReplicaId, WorkerId, base_name
+from subjects.ids import DeploymentKey, ReplicaId, WorkerId, base_name
 from subjects.messages import KvOrder, Mode, ModelRecord, ReplicaState
 
 ADVICE_AGAIN_S = 60.0
@@ -72,9 +72,9 @@ class Actions:
         transaction = self._transactions.place(now_s, placement, record, out=out)
         where = _where(placement.worker, placement.devices)
         for replica in leaving:
-            name = self._catalogue.name(replica.report.model_hash)
-            busy = self._feasibility.demand(replica.report.model_hash).any
-            idle_s = now_s - max(replica.last_used_s, self._catalogue.model(replica.report.model_hash).last_used_s)
+            name = self._catalogue.name(replica.report.deployment)
+            busy = self._feasibility.demand(replica.report.deployment).any
+            idle_s = now_s - max(replica.last_used_s, self._catalogue.model(replica.report.deployment).last_used_s)
             why = "busy, and others have waited for long" if busy else f"idle for {seconds_text(max(0.0, idle_s))}"
             reason = f"{why}; makes room for {record.name}"
             self._note(now_s, transaction, replica.replica, "evict", name, reason, where, replica.replica)
@@ -98,18 +98,18 @@ class Actions:
         self.note_retirement(now_s, transaction, replica)
 
     def ask_kv(
-        self, now_s: float, worker: WorkerId, model_hash: ModelHash, order: KvOrder, out: list[SchedulerCommand]
+        self, now_s: float, worker: WorkerId, deployment: DeploymentKey, order: KvOrder, out: list[SchedulerCommand]
     ) -> None:
         """Asks a worker's KV node for what a person wants."""
         what = f"pull its KV from {order.source}" if order.source is not None else f"drop {order.ratio:.0%} of its KV"
         reason = f"asked for by a person: {what}"
-        transaction = self._transactions.ask_kv(now_s, worker, model_hash, order, reason, out)
-        name = self._catalogue.name(model_hash)
+        transaction = self._transactions.ask_kv(now_s, worker, deployment, order, reason, out)
+        name = self._catalogue.name(deployment)
         self._note(now_s, transaction, "kv", transaction.kind.value, name, reason, worker, None)
 
     def note_retirement(self, now_s: float, transaction: Transaction, replica: Replica) -> None:
         """Tells of a retirement that began."""
-        name = self._catalogue.name(replica.report.model_hash)
+        name = self._catalogue.name(replica.report.deployment)
         where = _where(replica.worker, replica.devices)
         self._note(now_s, transaction, replica.replica, "unload", name, transaction.reason, where, replica.replica)
 
@@ -133,7 +133,7 @@ class Actions:
         if began.kv is not None:
             sent = next(reversed(resumption.recorded.steps), None)
             transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, out)
-            name = ", ".join(self._catalogue.name(model_hash) for model_hash in began.model_hashes)
+            name = ", ".join(self._catalogue.name(deployment) for deployment in began.deployments)
             reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, "kv", began.kind, name, reason, began.worker, None)
             return ""
@@ -156,7 +156,7 @@ class Actions:
         transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, out)
         where = _where(began.worker, began.devices)
         for replica in there:
-            name = self._catalogue.name(replica.report.model_hash)
+            name = self._catalogue.name(replica.report.deployment)
             action = "unload" if began.record is None else "evict"
             reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, replica.replica, action, name, reason, where, replica.replica)
@@ -197,17 +197,17 @@ class Actions:
 
     def _start(self, now_s: float, action: StartReplica, out: list[SchedulerCommand]) -> str:
         pool, catalogue = self._pool, self._catalogue
-        record = catalogue.of_hash(action.model_hash)
+        record = catalogue.of_deployment(action.deployment)
         if record is None:
             return "nobody applied that model"
-        model = catalogue.model(record.model_hash)
-        if catalogue.locked(record.model_hash):
+        model = catalogue.model(record.deployment)
+        if catalogue.locked(record.deployment):
             return f"{record.name} is locked by a person"
         if model.held_down:
             return f"{record.name} was unloaded by a person and nobody asks for it"
         if model.retry_s > now_s:
             return f"{record.name} backs off after a failed load"
-        count = self._feasibility.replicas_count(record.model_hash)
+        count = self._feasibility.replicas_count(record.deployment)
         if count >= record.max_replicas:
             return f"{record.name} has {count} of at most {record.max_replicas} replicas"
         if action.kv_bytes is not None:
@@ -224,9 +224,9 @@ class Actions:
         if refusal:
             return refusal
         held_back = [
-            catalogue.name(model_hash)
-            for model_hash in [record.model_hash, *(victim.report.model_hash for victim in victims)]
-            if catalogue.mode(model_hash) is not Mode.ACT
+            catalogue.name(deployment)
+            for deployment in [record.deployment, *(victim.report.deployment for victim in victims)]
+            if catalogue.mode(deployment) is not Mode.ACT
         ]
         where = _where(action.devices[0][0], tuple(device for _, device in action.devices))
         if held_back:
@@ -255,14 +255,14 @@ class Actions:
         replica = self._pool.replicas.get(action.replica)
         if replica is None:
             return self._take_back(now_s, str(action.replica), action.reason, out)
-        name = self._catalogue.name(replica.report.model_hash)
+        name = self._catalogue.name(replica.report.deployment)
         coming = replica.report.state in COMING and not replica.dead and replica.replica not in self._pool.leaving
         refusal = "" if coming else self._feasibility.leave_refusal(replica)
         if coming and self._feasibility.stays(replica):
             refusal = f"{replica.replica} is pinned, locked or needed for a minimum"
         if refusal:
             return refusal
-        if self._catalogue.mode(replica.report.model_hash) is not Mode.ACT:
+        if self._catalogue.mode(replica.report.deployment) is not Mode.ACT:
             where = _where(replica.worker, replica.devices)
             return self._advise(now_s, "unload", name, action.reason, where, "", [name])
         if coming:
@@ -275,7 +275,7 @@ class Actions:
         transaction = self._transactions.loading(replica_name)
         if transaction is None:
             return f"{replica_name} is not there"
-        if transaction.record is not None and self._catalogue.mode(transaction.record.model_hash) is not Mode.ACT:
+        if transaction.record is not None and self._catalogue.mode(transaction.record.deployment) is not Mode.ACT:
             return f"the mode of {transaction.record.name} keeps it"
         retirement = self._transactions.cancel(now_s, transaction, reason, out)
         if retirement is None:
@@ -290,7 +290,7 @@ class Actions:
         refusal = self._may_not_change(replica)
         if replica is None or refusal:
             return refusal
-        record = self._catalogue.of_hash(replica.report.model_hash)
+        record = self._catalogue.of_deployment(replica.report.deployment)
         if record is None:
             return "nobody applied that model"
         if not replica.report.resizes_kv:
@@ -308,7 +308,7 @@ class Actions:
             if device is None or self._pool.room(device).free_planned_bytes < growth_bytes:
                 return f"{bytes_text(max(0, growth_bytes))} more are not to be had on {key}"
         where = _where(replica.worker, replica.devices)
-        if self._catalogue.mode(record.model_hash) is not Mode.ACT:
+        if self._catalogue.mode(record.deployment) is not Mode.ACT:
             what = f"KV of {replica.replica} would be {bytes_text(action.kv_bytes)}"
             return self._advise(now_s, "resize", record.name, action.reason, where, what, [record.name])
         transaction = self._transactions.resize(now_s, replica, action.kv_bytes, budget_bytes, action.reason)
@@ -330,9 +330,9 @@ class Actions:
             return f"slots {action.slots}: must be at least 1"
         if action.slots == replica.report.slots:
             return f"{replica.replica} has that many slots"
-        model_hash = replica.report.model_hash
-        name, where = self._catalogue.name(model_hash), _where(replica.worker, replica.devices)
-        if self._catalogue.mode(model_hash) is not Mode.ACT:
+        deployment = replica.report.deployment
+        name, where = self._catalogue.name(deployment), _where(replica.worker, replica.devices)
+        if self._catalogue.mode(deployment) is not Mode.ACT:
             what = f"{replica.replica} would run {action.slots} at once"
             return self._advise(now_s, "concurrency", name, action.reason, where, what, [name])
         transaction = self._transactions.set_concurrency(now_s, replica, action.slots, action.reason)
@@ -345,7 +345,7 @@ class Actions:
             return "that replica is not there"
         if replica.dead or replica.report.state is not ReplicaState.READY or replica.replica in self._pool.leaving:
             return f"{replica.replica} is not ready, or leaves"
-        if self._catalogue.locked(replica.report.model_hash) or self._pool.replica_locked(replica):
+        if self._catalogue.locked(replica.report.deployment) or self._pool.replica_locked(replica):
             return f"{replica.replica} is locked by a person"
         if self._transactions.changes(replica.replica):
             return f"{replica.replica} is being changed already"
@@ -359,7 +359,7 @@ class Actions:
         key = (what, model, where, besides)
         told_s = self._advised.get(key)
         records = [self._catalogue.records[name] for name in held_back if name in self._catalogue.records]
-        if any(self._catalogue.mode(record.model_hash) is Mode.OBSERVE for record in records):
+        if any(self._catalogue.mode(record.deployment) is Mode.OBSERVE for record in records):
             return f"{', '.join(sorted(set(held_back)))} may only be observed"
         if told_s is None or now_s - told_s >= ADVICE_AGAIN_S:
             text = f"would {what}: {reason}" + (f"; {besides}" if besides else "")

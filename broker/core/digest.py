@@ -131,14 +131,15 @@ class DigestBuilder:
         demand = self._pool.demand(now_s)
         models = tuple(
             PoolModel(
+                deployment=record.deployment,
                 model_hash=record.model_hash,
                 name=name,
                 estimated_wait_s=round(outlook.estimated_wait_s, 1),
                 refusal=outlook.refusal,
                 retry_after_s=outlook.retry_after_s,
                 permanent=outlook.permanent,
-                class_weights=self._fairness.weights(record.model_hash),
-                waiting_queues=_in_order(demand[record.model_hash].queues) if record.model_hash in demand else (),
+                class_weights=self._fairness.weights(record.deployment),
+                waiting_queues=_in_order(demand[record.deployment].queues) if record.deployment in demand else (),
                 kv=self._pool.kv.of(record.kv_signature),
             )
             for name, (record, outlook) in outlooks.items()
@@ -167,6 +168,7 @@ class DigestBuilder:
         if row is None or told != (state, suspect, weight, measure):
             row = PoolReplica(
                 replica=report.replica,
+                deployment=report.deployment,
                 model_hash=report.model_hash,
                 worker=replica.worker,
                 device=report.device,

@@ -12,7 +12,7 @@ from broker.core.pool.events import RaiseAlert, SchedulerCommand, SchedulerSetti
 from broker.core.pool.state import Pool, Replica
 from broker.core.pool.transaction import Fault, Stage, Transaction
 from broker.core.pool.transactions import Transactions
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import Alert, Severity
 
 ALERT_AGAIN_S = 60.0
@@ -56,13 +56,13 @@ class Outcomes:
         self._pool.declare_dead(replica.replica)
         if not self._leads:
             return  # The leader may have told it to end; only the leader can know.
-        model = self._catalogue.model(replica.report.model_hash)
-        name = self._catalogue.name(replica.report.model_hash)
+        model = self._catalogue.model(replica.report.deployment)
+        name = self._catalogue.name(replica.report.deployment)
         early = replica.ready_s is None or now_s - replica.ready_s < EARLY_DEATH_S
         model.early_deaths = model.early_deaths + 1 if early else 0
         if model.early_deaths >= EARLY_DEATHS_MAX:
             self._load_failed(
-                now_s, replica.report.model_hash, f"{model.early_deaths} replicas died at once: {detail}", None
+                now_s, replica.report.deployment, f"{model.early_deaths} replicas died at once: {detail}", None
             )
         self._digests.note(now_s, "lost", name, detail or "it ended without being told to", replica=replica.replica)
         text = f"replica {replica.replica} of {name} died: {detail}"
@@ -104,7 +104,7 @@ class Outcomes:
                     now_s, Severity.CRITICAL, "unload-failed", transaction.worker, text, {}, "carpool get replicas", out
                 )
             return
-        model = self._catalogue.model(record.model_hash)
+        model = self._catalogue.model(record.deployment)
         took_s = transaction.took_s or now_s - transaction.begun_s
         if transaction.stage is Stage.DONE:
             self._actions.ended(transaction, "load", "done", took_s, replica=transaction.replica)
@@ -118,13 +118,13 @@ class Outcomes:
         self._actions.ended(transaction, "load", outcome, now_s - transaction.begun_s, replica=transaction.replica)
         match transaction.fault:
             case Fault.MODEL:
-                self._load_failed(now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device))
+                self._load_failed(now_s, record.deployment, transaction.failure, (transaction.worker, transaction.device))
             case Fault.PLACE:
                 model.excuses += 1
                 model.retry_s = now_s + self._settings.excuse_pause_s
                 if model.excuses >= self._settings.excuses_max:
                     self._load_failed(
-                        now_s, record.model_hash, transaction.failure, (transaction.worker, transaction.device)
+                        now_s, record.deployment, transaction.failure, (transaction.worker, transaction.device)
                     )
             case Fault.UNWANTED | Fault.NONE:
                 return
@@ -136,8 +136,8 @@ class Outcomes:
             now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool explain {record.name}", out
         )
 
-    def _load_failed(self, now_s: float, model_hash: ModelHash, failure: str, device: DeviceKey | None) -> None:
-        model = self._catalogue.model(model_hash)
+    def _load_failed(self, now_s: float, deployment: DeploymentKey, failure: str, device: DeviceKey | None) -> None:
+        model = self._catalogue.model(deployment)
         pause_s = min(self._settings.backoff_s_max, self._settings.backoff_s_min * 2.0 ** min(model.failures, 16))
         model.failures += 1
         model.failure = failure

@@ -61,7 +61,7 @@ from broker.core.pool.journal import Course, resume
 from broker.core.pool.state import Changes, Pool, Presence
 from broker.core.pool.transactions import Transactions
 from subjects.errors import place_of
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import (
     KV_STARTS,
     CommandOutcome,
@@ -103,7 +103,7 @@ class SchedulerCore:
         self.transactions.orders.measures = self.costs.to_load
         self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions, self.costs)
         self.policy = policy or Coordinator()
-        self.notes: dict[ModelHash, str] = {}
+        self.notes: dict[DeploymentKey, str] = {}
         """Per model the policy's last word on why it has what it has."""
         self.epoch: int | None = None
         """Ours while we lead."""
@@ -163,7 +163,7 @@ class SchedulerCore:
             case CostsKept():
                 self.costs.restore(event.entries)
             case ProfileAsked():
-                self.costs.profile(now_s, event.model_hash, event.for_s, event.batch_max)
+                self.costs.profile(now_s, event.deployment, event.for_s, event.batch_max)
                 decide = True
             case ModelApplied():
                 if self.catalogue.records.get(event.record.name) != event.record:  # A watch can repeat what we know.
@@ -177,7 +177,7 @@ class SchedulerCore:
                 self._unload_requested(now_s, event.name, out)
             case KvOrdered():
                 if self.leads and event.worker in self.pool.workers:
-                    self.actions.ask_kv(now_s, event.worker, event.model_hash, event.order, out)
+                    self.actions.ask_kv(now_s, event.worker, event.deployment, event.order, out)
             case DrainRequested():
                 self._drain_requested(now_s, event, out)
             case JournalRestored():
@@ -228,16 +228,16 @@ class SchedulerCore:
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
         if self.pool.is_news(event.telemetry):
-            records = self.catalogue.records_by_hash()
+            records = self.catalogue.records_by_deployment()
             self.fairness.take(event.telemetry.demand, records)
             self.costs.served(event.telemetry.demand, records)
         starts = self.pool.ingress(now_s, event.telemetry)
-        self._look_now |= any(self.feasibility.replicas_count(model_hash) == 0 for model_hash in starts)
+        self._look_now |= any(self.feasibility.replicas_count(deployment) == 0 for deployment in starts)
         return bool(starts)
 
     def _tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
         self.next_wake_s = now_s + self.settings.tick_s
-        self.fairness.look(now_s, self.catalogue.records_by_hash())
+        self.fairness.look(now_s, self.catalogue.records_by_deployment())
         self.digests.notes += self.fairness.news
         for worker in self.pool.judge(now_s):
             self.transactions.worker_died(now_s, worker)
@@ -315,14 +315,14 @@ class SchedulerCore:
         return True
 
     def _costs_measured(self, now_s: float, event: CostsMeasured, out: list[SchedulerCommand]) -> None:
-        record = self.catalogue.of_hash(event.model_hash)
+        record = self.catalogue.of_deployment(event.deployment)
         kept = self.costs.measured(now_s, event, record) if record is not None else None
         if kept is not None and self.leads:
             out.append(KeepCosts(kept))
 
     def _observe_costs(self, now_s: float, snapshot: WorkerSnapshot, out: list[SchedulerCommand]) -> None:
         """Engines' steps correct costs; those that turn out to be wrong for good are told of and measured again."""
-        for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.records_by_hash()):
+        for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.records_by_deployment()):
             text = f"steps of {record.name} on {kind or 'its devices'} take {account.ratio:.2f} times what its costs say"
             given = kind in record.costs
             remedy = f"carpool profile {record.name}" if given else f"carpool get costs {record.name}"
@@ -334,8 +334,8 @@ class SchedulerCore:
         record = self.catalogue.records.get(name)
         if record is None or not self.leads:
             return
-        self.catalogue.model(record.model_hash).held_down = True
-        for replica in sorted(self.pool.replicas_for(record.model_hash), key=lambda r: r.replica):
+        self.catalogue.model(record.deployment).held_down = True
+        for replica in sorted(self.pool.replicas_for(record.deployment), key=lambda r: r.replica):
             if replica.dead:
                 continue
             self.actions.retire(now_s, replica, "asked for by a person", out=out)
@@ -373,10 +373,10 @@ class SchedulerCore:
 
     def _decide(self, now_s: float, out: list[SchedulerCommand]) -> None:
         self._starved = False
-        for model_hash, demand in self.feasibility.look(now_s).items():
-            self._starved |= demand.waiting > 0 and self.feasibility.replicas_count(model_hash) == 0
+        for deployment, demand in self.feasibility.look(now_s).items():
+            self._starved |= demand.waiting > 0 and self.feasibility.replicas_count(deployment) == 0
             if demand.any:
-                model = self.catalogue.model(model_hash)
+                model = self.catalogue.model(deployment)
                 model.last_used_s = now_s
                 model.held_down = False
         self.catalogue.stand_back(self.feasibility.names_to_stand_back())
@@ -406,7 +406,7 @@ class SchedulerCore:
             return
         if decision.notes:
             notes = self.notes | decision.notes
-            self.notes = {name: note for name, note in notes.items() if self.catalogue.of_hash(name) is not None}
+            self.notes = {name: note for name, note in notes.items() if self.catalogue.of_deployment(name) is not None}
         self.digests.weigh(decision.weights)
         self.actions.carry_out(now_s, decision.actions, out)
 
@@ -427,7 +427,7 @@ class SchedulerCore:
         """A newcomer that still waits for its device is not loaded once nobody applies its model any more."""
         for transaction in list(self.transactions.running.values()):
             record = transaction.record
-            if record is not None and self.catalogue.of_hash(record.model_hash) is None:
+            if record is not None and self.catalogue.of_deployment(record.deployment) is None:
                 self.transactions.cancel(now_s, transaction, "its model is not in the registry (any more)", out)
 
     def _retire_what_must_go(self, now_s: float, out: list[SchedulerCommand]) -> None:
@@ -440,7 +440,7 @@ class SchedulerCore:
             worker = self.pool.workers[replica.worker]
             if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is ReplicaState.FAILED:
                 continue
-            record = self.catalogue.of_hash(replica.report.model_hash)
+            record = self.catalogue.of_deployment(replica.report.deployment)
             drained, bound_s = self.pool.drained(replica)
             if replica.dead:
                 self.actions.retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
@@ -464,7 +464,7 @@ class SchedulerCore:
         may_decide = self._may_decide(now_s)
         for record in self.catalogue.by_name():
             # Any replica of a model serves all of its names, so that they have one outlook: that of who speaks for it.
-            speaker = self.catalogue.of_hash(record.model_hash) or record
+            speaker = self.catalogue.of_deployment(record.deployment) or record
             outlook = self.availability.outlook(now_s, speaker) if may_decide else Outlook()
             if outlook.permanent:
                 outlook = self.availability.outlook(now_s, record)  # None of them fits; each is told its own numbers.
@@ -474,5 +474,5 @@ class SchedulerCore:
                 self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
         if now_s >= self._measures_due_s:
             self._measures_due_s = now_s + MEASURES_EVERY_S
-            self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_hash())
+            self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_deployment())
         out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))

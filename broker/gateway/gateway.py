@@ -59,6 +59,7 @@ from broker.gateway.request_shell import RequestShell
 from kvcache.core.prefix_index import PrefixIndex
 from kvcache.wire.index_sync import IndexSync
 from profiles.blocks import engine_salt
+from profiles.deployment import parses_with
 from profiles.features import OutputLengths, RequestContext, profile_and_chain
 from profiles.tokenizer import ModelTokenizer, PromptTokenizer
 from subjects import names
@@ -522,11 +523,12 @@ class Gateway:
                 yields_at_s=yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
                 sla=live.view.record.sla,
                 adapter=live.view.adapter,
+                options=parses_with(live.view.record.engine_options),
                 prefix=live.prefix,
             )
         )
         view = live.view
-        if view.replicas_ready == 0 and self._admission.waiting(view.record.model_hash, live.profile.sla_class) == 1:
+        if view.replicas_ready == 0 and self._admission.waiting(view.record.deployment, live.profile.sla_class) == 1:
             self._telemetry_now.set()
 
     def _client_left(self, request: RequestId) -> None:

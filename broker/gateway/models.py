@@ -9,11 +9,11 @@ import structlog
 
 from broker.core.pool.describe import model_state
 from broker.core.requests.admission import ModelView
+from profiles.deployment import decode_record
 from profiles.tokenizer import PromptTokenizer, Tokenizers
 from subjects.bus import KvEntry
-from subjects.codec import decode
 from subjects.errors import ApiError, CarpoolError, DecodeError
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey, ModelHash
 from subjects.messages import Adapter, ModelRecord, PoolDigest, PoolModel, ReplicaState
 
 TOKENIZER_RETRY_S = 5.0
@@ -31,8 +31,8 @@ class ModelTable:
     def __init__(self) -> None:
         self._records: dict[str, ModelRecord] = {}
         self._others: dict[str, tuple[str, Adapter | None]] = {}
-        self._pool: dict[ModelHash, PoolModel] = {}
-        self._states: dict[ModelHash, list[ReplicaState]] = {}
+        self._pool: dict[DeploymentKey, PoolModel] = {}
+        self._states: dict[DeploymentKey, list[ReplicaState]] = {}
         self._tokenizers = Tokenizers()
         self._broken: dict[ModelHash, tuple[float, str]] = {}
 
@@ -71,13 +71,13 @@ class ModelTable:
 
     def state(self, record: ModelRecord) -> str:
         """One word for people: the best state of its replicas, ``refused``, or ``unloaded``."""
-        pool = self._pool.get(record.model_hash)
+        pool = self._pool.get(record.deployment)
         refused = pool is not None and bool(pool.refusal)
-        return model_state(self._states.get(record.model_hash, []), refused=refused)
+        return model_state(self._states.get(record.deployment, []), refused=refused)
 
     def _view(self, record: ModelRecord, adapter: Adapter | None = None) -> ModelView:
-        states = self._states.get(record.model_hash, [])
-        return ModelView(record, self._pool.get(record.model_hash), states.count(ReplicaState.READY), adapter)
+        states = self._states.get(record.deployment, [])
+        return ModelView(record, self._pool.get(record.deployment), states.count(ReplicaState.READY), adapter)
 
     # ---- what arrives
 
@@ -87,7 +87,7 @@ class ModelTable:
             self._records.pop(name, None)
         else:
             try:
-                record = decode(entry.value, ModelRecord)
+                record = decode_record(entry.value)
             except DecodeError as error:
                 log.warning("a record of the registry cannot be read", model=name, error=str(error))
                 return
@@ -97,7 +97,7 @@ class ModelTable:
     def is_news(self, entry: KvEntry) -> bool:
         """Whether a record of the registry is unknown here, or newer than what is known."""
         try:
-            record = decode(entry.value, ModelRecord)
+            record = decode_record(entry.value)
         except DecodeError:
             return False
         known = self._records.get(record.name)
@@ -121,12 +121,12 @@ class ModelTable:
 
     def digest_changed(self, digest: PoolDigest) -> None:
         """A new word of the scheduler."""
-        self._pool = {model.model_hash: model for model in digest.models}
+        self._pool = {model.deployment: model for model in digest.models}
         self._states = {}
         dead = set(digest.dead)
         for replica in digest.replicas:
             if replica.replica not in dead:
-                self._states.setdefault(replica.model_hash, []).append(replica.state)
+                self._states.setdefault(replica.deployment, []).append(replica.state)
 
     # ---- tokenizers
 

@@ -198,7 +198,7 @@ class RequestShell:
         about = (ticket.request, ticket.attempt, ticket.publication)
         try:
             stored = await self._bus.queue_publish(
-                model_key(profile.model_hash),
+                model_key(profile.deployment),
                 profile.sla_class,
                 profile.lane,
                 encode(ticket),

@@ -21,6 +21,7 @@ from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
 from broker.scheduler.twu import DeviceTwu
 from broker.scheduler.verbs import Apply, OfModel, ProfileOf, Row, Verbs, What, asked
+from profiles.deployment import sharers, with_deployment
 from subjects import names
 from subjects.bus import Bus
 from subjects.codec import decode
@@ -91,7 +92,7 @@ class Control:
     # ------------------------------------------------------------------------------------------------------------- verbs
 
     async def _apply(self, argument: Apply) -> list[Row]:
-        records = argument.records
+        records = [with_deployment(record) for record in argument.records]
         rows: list[Row] = []
         for record in records:
             known = self._registry.records.get(record.name)
@@ -103,8 +104,10 @@ class Control:
         return rows
 
     def _name_notes(self, record: ModelRecord) -> Iterator[str]:
-        """What a name in the record does not do: the gateways decide by the same order (``ModelTable``)."""
+        """Whose replicas it shares, and what a name in it does not do: gateways decide by that order (``ModelTable``)."""
         known = self._registry.records
+        if shared := sharers(record, known.values()):
+            yield f"shares replicas with {', '.join(shared)}"
         fallback = record.fallback
         if fallback and fallback not in self._names() and adapter_base(known, fallback) is None:
             yield f"its fallback {fallback!r} is not applied"
@@ -118,7 +121,7 @@ class Control:
 
     async def _unload_model(self, argument: OfModel) -> Row:
         record = self._people.model(argument.model)
-        replicas = [r for r in self._core.pool.replicas_for(record.model_hash) if not r.dead]
+        replicas = [r for r in self._core.pool.replicas_for(record.deployment) if not r.dead]
         self._unload(record.name)
         return {"name": record.name, "replicas": len(replicas)}
 
@@ -143,7 +146,7 @@ class Control:
             steps = explain_transaction(self._core, transaction, now_s, unix_s)
             return {"explains": "transaction", **msgspec.to_builtins(steps)}
         replica = self._core.pool.replicas.get(ReplicaId(what))
-        if replica is not None and (of := self._core.catalogue.of_hash(replica.report.model_hash)) is not None:
+        if replica is not None and (of := self._core.catalogue.of_deployment(replica.report.deployment)) is not None:
             explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
             return {"explains": "model", **msgspec.to_builtins(explained)}
         story = await self._story(what)
@@ -160,7 +163,7 @@ class Control:
             raise ConfigError(
                 f"model: {record.name} runs on {record.engine_type.value}, which takes no time of a device here"
             )
-        if argument.for_s and not self._core.pool.open_replicas(record.model_hash):
+        if argument.for_s and not self._core.pool.open_replicas(record.deployment):
             raise ConfigError(f"model: no replica of {record.name} is ready: send it a request first, then run this again")
         self._profile_asked(record, argument.for_s, argument.batch_max)
         return {"model": record.name, "rows": self._costs_of(record)}
@@ -208,19 +211,20 @@ class Control:
         demand = core.pool.demand(now_s)
         rows = []
         for record in core.catalogue.by_name():
-            replicas = [r for r in core.pool.replicas_for(record.model_hash) if not r.dead]
+            replicas = [r for r in core.pool.replicas_for(record.deployment) if not r.dead]
             states = {r.report.state for r in replicas}
             told = self._told(record)
-            asked = demand.get(record.model_hash, Demand())
+            asked = demand.get(record.deployment, Demand())
             rows.append(
                 {
                     "name": record.name,
                     "state": model_state(states, refused=bool(told.refusal)),
-                    "replicas": len(core.pool.open_replicas(record.model_hash)),
+                    "replicas": len(core.pool.open_replicas(record.deployment)),
                     "class": record.sla_class.value,
                     "waiting": asked.waiting,
                     "running": asked.running,
                     "budget_bytes": record.budget_bytes,
+                    "deployment": record.deployment[:16],
                     "note": self._note(record),
                 }
             )
@@ -228,9 +232,9 @@ class Control:
 
     def _note(self, record: ModelRecord) -> str:
         catalogue = self._core.catalogue
-        mode = catalogue.mode(record.model_hash)
+        mode = catalogue.mode(record.deployment)
         notes = [
-            "locked" if catalogue.locked(record.model_hash) else "",
+            "locked" if catalogue.locked(record.deployment) else "",
             f"mode {mode.value}" if mode is not Mode.ACT else "",
             "pinned" if catalogue.pinned(record) else "",
             "random weights" if record.random_weights else "",
@@ -241,14 +245,14 @@ class Control:
     def _refusal(self, record: ModelRecord) -> list[str]:
         """Why requests are refused, if they are; and what the last load said, which clients are not told."""
         refusal = self._told(record).refusal
-        failure = self._core.catalogue.model(record.model_hash).failure
+        failure = self._core.catalogue.model(record.deployment).failure
         return [refusal, *([f"its last load failed: {failure}"] if failure else [])] if refusal else []
 
     def _told(self, record: ModelRecord) -> PoolModel:
         """What the last digest said of a model. Asking the core again could change what it decides next."""
         latest = self._core.digests.latest
         models = latest.models if latest is not None else ()
-        nothing = PoolModel(model_hash=record.model_hash, name=record.name)
+        nothing = PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
         return next((model for model in models if model.name == record.name), nothing)
 
     def _replicas(self) -> list[Row]:
@@ -256,7 +260,7 @@ class Control:
         return [
             {
                 "replica": replica.replica,
-                "model": core.catalogue.name(replica.report.model_hash),
+                "model": core.catalogue.name(replica.report.deployment),
                 "worker": replica.worker,
                 "device": replica.report.device,
                 "state": "dead" if replica.dead else replica.report.state.value,
@@ -265,6 +269,7 @@ class Control:
                 "kv_pages_free": replica.report.kv_pages_free,
                 "budget_bytes": replica.report.budget_bytes,
                 "memory_bytes": replica.report.memory_bytes,
+                "deployment": replica.report.deployment[:16],
                 "note": replica.report.failure,
             }
             for replica in sorted(core.pool.replicas.values(), key=lambda r: r.replica)
@@ -299,14 +304,14 @@ class Control:
         core, now_s = self._core, self._now_s()
         return [
             {
-                "model": core.catalogue.name(model_hash),
+                "model": core.catalogue.name(deployment),
                 "waiting": demand.waiting,
                 "running": demand.running,
                 "oldest_wait_s": round(demand.oldest_wait_s, 3),
                 "estimated_wait_s": round(self._told(record).estimated_wait_s, 1),
             }
-            for model_hash, demand in sorted(core.pool.demand(now_s).items())
-            if (record := core.catalogue.of_hash(model_hash)) is not None
+            for deployment, demand in sorted(core.pool.demand(now_s).items())
+            if (record := core.catalogue.of_deployment(deployment)) is not None
         ]
 
     def _costs(self) -> list[Row]:

@@ -15,6 +15,7 @@ from broker.core.pool.journal import Recorded, Step, TransactionLog
 from broker.core.pool.state import Demand, Replica
 from broker.core.pool.transaction import Stage, Transaction
 from broker.core.scheduler import SchedulerCore
+from profiles.deployment import sharers
 from subjects.ids import ReplicaId
 from subjects.messages import (
     DrainReplica,
@@ -89,6 +90,8 @@ class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
     min_replicas: int
     max_replicas: int
     needs: str
+    deployment: str
+    """Its first 16 hex digits, and who shares it."""
     waiting: int
     running: int
     oldest_wait_s: float
@@ -112,19 +115,21 @@ def explain_model(
 ) -> ModelExplained:
     """All about one model now."""
     pool, catalogue = core.pool, core.catalogue
-    demand = pool.demand(now_s).get(record.model_hash, Demand())
-    replicas = sorted((r for r in pool.replicas_for(record.model_hash) if not r.dead), key=lambda r: r.replica)
+    demand = pool.demand(now_s).get(record.deployment, Demand())
+    replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
     told = _told(core, record)
+    shared = sharers(record, catalogue.by_name())
     refusal = told.refusal if told is not None else ""
     actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
     return ModelExplained(
         model=record.name,
         state=model_state({replica.report.state for replica in replicas}, refused=bool(refusal)),
-        mode=catalogue.mode(record.model_hash).value,
+        mode=catalogue.mode(record.deployment).value,
         sla_class=record.sla_class.value,
         min_replicas=record.min_replicas,
         max_replicas=record.max_replicas,
         needs=_needs(record),
+        deployment=", shared with ".join([record.deployment[:16], *filter(None, [", ".join(shared)])]),
         waiting=demand.waiting,
         running=demand.running,
         oldest_wait_s=round(demand.oldest_wait_s, 3),
@@ -137,7 +142,7 @@ def explain_model(
         actions=tuple(actions[:ACTIONS_MAX]),
         transactions=tuple(
             explain_transaction(core, one, now_s, unix_s)
-            for one in log.of_model(record.model_hash, latest_max=TRANSACTIONS_MAX)
+            for one in log.of_model(record.deployment, latest_max=TRANSACTIONS_MAX)
         ),
         next_look_s=round(max(0.0, core.next_wake_s - now_s), 3),
     )
@@ -173,13 +178,13 @@ def _replica(core: SchedulerCore, record: ModelRecord, replica: Replica) -> Repl
 
 
 def _held_by(core: SchedulerCore, record: ModelRecord, replica: Replica) -> str:
-    if core.catalogue.locked(record.model_hash):
+    if core.catalogue.locked(record.deployment):
         return "its model is locked"
     if core.pool.replica_locked(replica):
         return "it or its device is locked"
     if core.catalogue.pinned(record):
         return "its model is pinned"
-    if 0 < len(core.pool.open_replicas(record.model_hash)) <= record.min_replicas:
+    if 0 < len(core.pool.open_replicas(record.deployment)) <= record.min_replicas:
         return f"needed for the minimum of {record.min_replicas}"
     return ""
 
@@ -189,17 +194,17 @@ def _held_by(core: SchedulerCore, record: ModelRecord, replica: Replica) -> str:
 
 def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequence[TimelineEntry]) -> list[str]:
     catalogue = core.catalogue
-    model = catalogue.model(record.model_hash)
+    model = catalogue.model(record.deployment)
     lines: list[str] = []
-    note = core.notes.get(record.model_hash)
+    note = core.notes.get(record.deployment)
     if note:
         lines.append(f"{core.policy.name}: {note}")
     if refusal:
         lines.append(f"requests are refused: {refusal}")
-    if catalogue.locked(record.model_hash):
+    if catalogue.locked(record.deployment):
         lines.append("a person locked it: nothing automatic starts, stops or changes its replicas")
-    if catalogue.mode(record.model_hash) is not Mode.ACT:
-        lines.append(f"its mode is {catalogue.mode(record.model_hash).value}: the policy's decisions are not carried out")
+    if catalogue.mode(record.deployment) is not Mode.ACT:
+        lines.append(f"its mode is {catalogue.mode(record.deployment).value}: the policy's decisions are not carried out")
     if catalogue.pinned(record):
         lines.append("it is pinned: nothing evicts it")
     if model.held_down:
@@ -230,12 +235,12 @@ def _costs(core: SchedulerCore, record: ModelRecord) -> Iterator[str]:
 def _waits_for(core: SchedulerCore, record: ModelRecord, now_s: float) -> list[str]:
     lines = []
     for transaction in core.transactions.running.values():
-        comes = transaction.record is not None and transaction.record.model_hash == record.model_hash
-        goes = any(victim.model_hash == record.model_hash and not victim.gone for victim in transaction.victims.values())
+        comes = transaction.record is not None and transaction.record.deployment == record.deployment
+        goes = any(victim.deployment == record.deployment and not victim.gone for victim in transaction.victims.values())
         asks = transaction.kv is not None and transaction.kv.kv_signature == record.kv_signature
         if comes or goes or asks:
             lines.append(f"{transaction.name}: {stage_text(transaction, now_s)}")
-    model = core.catalogue.model(record.model_hash)
+    model = core.catalogue.model(record.deployment)
     if model.retry_s > now_s:
         lines.append(f"no load before {seconds_text(model.retry_s - now_s)} have passed, after {model.failures} failed")
     return lines
@@ -263,10 +268,10 @@ def _would_change(
     core: SchedulerCore, record: ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
 ) -> list[str]:
     catalogue = core.catalogue
-    model = catalogue.model(record.model_hash)
-    mode = catalogue.mode(record.model_hash)
+    model = catalogue.model(record.deployment)
+    mode = catalogue.mode(record.deployment)
     lines: list[str] = []
-    if catalogue.locked(record.model_hash):
+    if catalogue.locked(record.deployment):
         lines.append(f"`carpool unlock {record.name}`: the scheduler decides about it again")
     if mode is not Mode.ACT:
         lines.append(f"`carpool mode {record.name} act`: what the policy decides is carried out")
@@ -278,11 +283,11 @@ def _would_change(
     if model.failures:
         lines.append(f"`carpool apply` of a corrected service: its {model.failures} failed loads are forgotten")
     serving = [replica for replica in replicas if replica.replica not in core.pool.leaving]
-    if not serving and not catalogue.locked(record.model_hash):
+    if not serving and not catalogue.locked(record.deployment):
         lines.append(_what_a_request_does(core, record))
     elif demand.waiting and len(serving) >= record.max_replicas:
         lines.append(f"a higher max_replicas: it has {len(serving)} of at most {record.max_replicas}")
-    held = record.min_replicas or catalogue.pinned(record) or catalogue.locked(record.model_hash)
+    held = record.min_replicas or catalogue.pinned(record) or catalogue.locked(record.deployment)
     if serving and not held and not demand.any:
         lines.append("requests for models that lack room: it is idle, so it leaves before busy ones")
         if record.keep_s is not None:
@@ -331,7 +336,7 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
     if began.record is not None:
         model = began.record.name
     else:
-        model = ", ".join(sorted({core.catalogue.name(model_hash) for model_hash in began.model_hashes}))
+        model = ", ".join(sorted({core.catalogue.name(deployment) for deployment in began.deployments}))
     return TransactionExplained(
         transaction=one.name,
         kind=began.kind,

@@ -54,7 +54,7 @@ class KvControl:
     def _begun(self, record: ModelRecord, workers: list[Worker], order: KvOrder) -> Row:
         known = set(self._core.transactions.running)
         for worker in workers:
-            self._step(KvOrdered(worker.worker, record.model_hash, order))
+            self._step(KvOrdered(worker.worker, record.deployment, order))
         begun = [
             {"transaction": transaction.name, "worker": transaction.worker}
             for number, transaction in self._core.transactions.running.items()

@@ -15,9 +15,10 @@ from contextlib import suppress
 import msgspec
 import structlog
 
+from profiles.deployment import decode_record
 from profiles.registry import Registry
 from subjects.bus import Bus, KvEntry, Subscription
-from subjects.codec import decode, encode
+from subjects.codec import encode
 from subjects.errors import BusError, ConfigError, DecodeError, WrongRevision, place_of
 from subjects.messages import ModelRecord
 from subjects.names import LOCKS_BUCKET, MODELS_BUCKET
@@ -215,7 +216,7 @@ def _not_mirrored(error: ConfigError) -> None:
 
 def _record(entry: KvEntry) -> ModelRecord | None:
     try:
-        return decode(entry.value, ModelRecord)
+        return decode_record(entry.value)
     except DecodeError as error:
         log.warning("a record of the registry cannot be read", model=entry.key, error=str(error))
         return None

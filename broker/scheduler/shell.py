@@ -48,6 +48,7 @@ from broker.core.pool.events import (
     UnloadRequested,
     WorkerReported,
 )
+from broker.core.pool.older import told_by_gateway, told_by_worker
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
 from broker.scheduler.costs_sync import CostsSync
@@ -173,7 +174,7 @@ class Scheduler:
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
             unload=lambda name: self._step(UnloadRequested(name)),
-            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.model_hash, for_s, batch_max)),
+            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.deployment, for_s, batch_max)),
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""
@@ -360,12 +361,14 @@ class Scheduler:
 
     def _on_snapshot(self, message: BusMessage) -> None:
         snapshot = self._decoded(message, WorkerSnapshot)
-        if snapshot is not None:
-            self._step(WorkerReported(snapshot))
+        if snapshot is None or (not self.core.catalogue.loaded and any(not one.deployment for one in snapshot.replicas)):
+            return  # What an older worker runs is known once the registry is; it tells again.
+        self._step(WorkerReported(told_by_worker(snapshot, self.core.catalogue)))
 
     def _on_ingress(self, message: BusMessage) -> None:
         telemetry = self._decoded(message, IngressTelemetry)
         if telemetry is not None:
+            telemetry = told_by_gateway(telemetry, self.core.catalogue)
             self._twu.hear(telemetry)
             self._step(IngressReported(telemetry))
 

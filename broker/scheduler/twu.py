@@ -17,7 +17,7 @@ import structlog
 from broker.core.pool.state import Device
 from broker.core.scheduler import SchedulerCore
 from profiles.twu import default_weight
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import IngressTelemetry
 
 FILE = "twu-thresholds.json"
@@ -45,7 +45,7 @@ class DeviceTwu:
         self._file = directory / FILE
         self._now_s = now_s
         self._read: tuple[float, Levels | None] = (0.0, None)
-        self._stress: dict[ModelHash, tuple[float, float]] = {}
+        self._stress: dict[DeploymentKey, tuple[float, float]] = {}
         """By model: tokens per second times lateness, and when that was."""
 
     def hear(self, telemetry: IngressTelemetry) -> None:
@@ -53,10 +53,10 @@ class DeviceTwu:
         now_s = self._now_s()
         for row in telemetry.demand:
             if row.stress > 0.0:
-                self._stress[row.model_hash] = (self._rate(row.model_hash, now_s) + row.stress / OVER_S, now_s)
+                self._stress[row.deployment] = (self._rate(row.deployment, now_s) + row.stress / OVER_S, now_s)
 
-    def _rate(self, model_hash: ModelHash, now_s: float) -> float:
-        rate, at_s = self._stress.get(model_hash, (0.0, now_s))
+    def _rate(self, deployment: DeploymentKey, now_s: float) -> float:
+        rate, at_s = self._stress.get(deployment, (0.0, now_s))
         return rate * math.exp((at_s - now_s) / OVER_S)
 
     def of(self, device: Device) -> tuple[float | None, str]:
@@ -67,13 +67,13 @@ class DeviceTwu:
         pool, now_s = self._core.pool, self._now_s()
         total = 0.0
         for replica in pool.replicas_of(device.worker.worker):
-            record = self._core.catalogue.of_hash(replica.report.model_hash)
+            record = self._core.catalogue.of_deployment(replica.report.deployment)
             if record is None or device.report.device not in replica.devices:
                 continue
-            running = sum(one.report.running for one in pool.replicas_for(record.model_hash))
+            running = sum(one.report.running for one in pool.replicas_for(record.deployment))
             share = replica.report.running / running if running else 0.0
             weight = levels.weights.get(record.name) or default_weight(record.weights_bytes)
-            total += weight * share * self._rate(record.model_hash, now_s)
+            total += weight * share * self._rate(record.deployment, now_s)
         twu = total / levels.baseline_tokens_per_s
         return round(twu, 4), "full" if twu > levels.twu_full else "has room" if twu < levels.twu_free else ""
 

@@ -24,7 +24,7 @@ from ops.bench.kv import KvBench
 from profiles.blocks import chain_hashes, tenant_salt
 from subjects.codec import decode, encode
 from subjects.errors import CarpoolError
-from subjects.ids import DeviceId, ModelHash, ReplicaId, RequestId, Tenant, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, ReplicaId, RequestId, Tenant, WorkerId
 from subjects.messages import (
     Endpoint,
     EngineType,
@@ -55,6 +55,7 @@ _MODEL = ModelHash("5" * 64)
 _RECORD = ModelRecord(
     name="bench",
     model_hash=_MODEL,
+    deployment=DeploymentKey(_MODEL),
     weights_hash="5" * 64,
     engine_type=EngineType.SIMULATED,
     source="simulated",
@@ -128,6 +129,7 @@ def _time_us(hands: Links, chain: list[bytes], costs: ReuseCosts | None) -> floa
 def _live(chain: list[bytes], prefix: PromptPrefix | None) -> LiveRequest:
     profile = RequestProfile(
         model_hash=_MODEL,
+        deployment=_RECORD.deployment,
         endpoint=Endpoint.CHAT,
         tenant=Tenant("bench"),
         max_tokens=256,
@@ -160,7 +162,7 @@ def _worker(number: int) -> WorkerId:
 def _hands(index: PrefixIndex | None) -> Links:
     hands = Links(index)
     for number in range(REPLICAS):
-        hands.serves(_replica(number), _MODEL)
+        hands.serves(_replica(number), _RECORD.deployment)
         room = Room(hands=0, slots=8 + number % 5, pages=1 << 16, tokens=1 << 20)
         hands.links[_replica(number)].room_is(0.0, room)
     return hands
@@ -173,6 +175,7 @@ def _index(chains: list[list[bytes]]) -> PrefixIndex:
         PoolReplica(
             replica=_replica(number),
             model_hash=_MODEL,
+            deployment=_RECORD.deployment,
             worker=_worker(number % WORKERS),
             device=DeviceId("gpu0"),
             state=ReplicaState.READY,

@@ -259,7 +259,7 @@ class Control:
                 world.set_weight(replica, row.weight)
         for model in digest.models:
             if model.class_weights:
-                world.queues[world.model_of[model.model_hash]].set_weights(model.class_weights)
+                world.queues[world.model_of[model.deployment]].set_weights(model.class_weights)
 
     # ------------------------------------------------------------------------------------------------------------- agents
 
@@ -319,7 +319,7 @@ class Control:
     def _spawn(self, node: _Node, command: agents.SpawnReplica) -> None:
         world = self._world
         record = command.record
-        model = world.model_of[record.model_hash]
+        model = world.model_of[record.deployment]
         devices = [node.first_device + int(d.removeprefix("gpu")) for d in (command.device, *command.peers)]
         replica = world.spawn(command.replica, model, devices, record.kv_bytes)
         self._node_of[command.replica] = node

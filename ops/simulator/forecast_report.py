@@ -25,7 +25,7 @@ from ops.simulator.models import work_s
 from ops.simulator.scenario import Figures, Say
 from ops.simulator.types import SimModel, Trace
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 HORIZONS_S = (1, 3, 10, 120, 1800)
 DAY_S = 86_400
@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 class Demand:
     """What arrives for one model, per second: [length class, second]. ``gaps`` marks seconds of which nothing is known."""
 
-    model_hash: ModelHash
+    deployment: DeploymentKey
     work: Floats
     requests: Floats
     gaps: npt.NDArray[np.bool_] | None = None
@@ -78,7 +78,7 @@ def demand_of(model: SimModel, number: int, trace: Trace, begin_s: float, end_s:
         chosen = classes == number_of_class
         work[number_of_class] = np.bincount(place[chosen], weights=each[chosen], minlength=seconds)
         requests[number_of_class] = np.bincount(place[chosen], minlength=seconds)
-    return Demand(model.model_hash, work, requests)
+    return Demand(model.deployment, work, requests)
 
 
 def evaluate(
@@ -98,7 +98,7 @@ def evaluate(
     gaps = np.zeros(seconds, dtype=np.bool_) if demand.gaps is None else demand.gaps
     unknown = np.concatenate([[0], np.cumsum(gaps)])
     forecaster = Forecaster()
-    key: Key = (demand.model_hash, ALL_CLASSES)
+    key: Key = (demand.deployment, ALL_CLASSES)
     every = {horizon_s: 7 if horizon_s < 10 else max(29, horizon_s // 4 + 1) for horizon_s in horizons_s}
     work, requests = demand.work.T.tolist(), demand.requests.T.astype(int).tolist()
     deaf = gaps.tolist()
@@ -125,7 +125,7 @@ def evaluate(
             continue
         for place in range(3):
             if requests[now][place]:
-                forecaster.observe(now + 0.5, (demand.model_hash, place), work[now][place], requests[now][place])
+                forecaster.observe(now + 0.5, (demand.deployment, place), work[now][place], requests[now][place])
         forecaster.heard(float(now + 1))
 
 
@@ -139,8 +139,8 @@ def report(seed: int, processes: int, say: Say) -> Figures:
         work, requests = line.work_per_s(seed, WEEK_DAYS)
         empty = np.zeros_like(work)
         gaps = np.repeat(line.rate_rps[: WEEK_DAYS * DAY_S // week.CELL_S] == 0.0, week.CELL_S)
-        model_hash = ModelHash(f"{number:064x}")
-        demand = Demand(model_hash, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
+        deployment = DeploymentKey(f"{number:064x}")
+        demand = Demand(deployment, np.array([work, empty, empty]), np.array([requests, empty, empty]), gaps)
         evaluate(demand, weekly, score_from_s=DAY_S)
     say("five-lines, second by second")
     made = workload("five-lines", full=True)

@@ -76,7 +76,7 @@ class _Taught(World):
         each_s = step_s(costs, batch, batch * context)
         # Others' prompts are prefilled meanwhile: about one per answer, as many as finish.
         predicted_s = steps * each_s + batch * prefill_work_s(costs, live.input_tokens)
-        self.scores.observe(self.hashes[live.model], device_key(replica), predicted_s, self.now_s - live.first_s)
+        self.scores.observe(self.deployments[live.model], device_key(replica), predicted_s, self.now_s - live.first_s)
 
 
 def device_key(replica: SimReplica) -> DeviceKey:
@@ -123,11 +123,11 @@ def run_pool(seed: int, *, learns: bool, load: float = LOAD, seconds: float = SE
 def _follow(world: _Taught, scores: DeviceScores, kv_bytes: int, name: str) -> int:
     """Routing weights by what was learned; the replica on the worst device moves where a better one is free."""
     serving = {str(replica.replica): device_key(replica) for replica in world.serving[0]}
-    for replica, weight in scores.routing_weights(world.hashes[0], serving).items():
+    for replica, weight in scores.routing_weights(world.deployments[0], serving).items():
         world.set_weight(world.replicas[ReplicaId(replica)], weight)
     free = [device.number for device in world.devices if not device.holds]
     every = {(WorkerId("node-000"), DeviceId(f"gpu{number}")): number for number in range(len(world.devices))}
-    factors = {number: scores.factor(world.hashes[0], key) for key, number in every.items()}
+    factors = {number: scores.factor(world.deployments[0], key) for key, number in every.items()}
     worst = max(world.serving[0], key=lambda replica: (factors[replica.devices[0].number], replica.number))
     best = min(free, key=lambda number: (factors[number], number), default=None)
     if best is None or factors[worst.devices[0].number] < MOVE_GAIN * factors[best]:

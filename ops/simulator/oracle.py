@@ -26,7 +26,7 @@ from broker.core.plan.policy import (
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.foresight import NOTICE_S, Margins, Residency, calm_needed, demand, is_sparse, plan_sparse, plan_steady
 from ops.simulator.types import PolicyContext, PolicyFactory, Result
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState
 
 SHARE = 0.99
@@ -51,8 +51,10 @@ class Oracle:
 
     name = "oracle"
 
-    def __init__(self, hashes: Sequence[ModelHash], plan: Sequence[Residency], load_s: float, close_s: float) -> None:
-        self._hashes = list(hashes)
+    def __init__(
+        self, deployments: Sequence[DeploymentKey], plan: Sequence[Residency], load_s: float, close_s: float
+    ) -> None:
+        self._deployments = list(deployments)
         self._load_s = load_s
         self._close_s = close_s
         self._coming = sorted(plan, key=lambda one: (one.begin_s, one.model, one.devices))
@@ -72,10 +74,10 @@ class Oracle:
             if self._coming[self._next].end_s > now_s:
                 self._active.append(self._coming[self._next])
             self._next += 1
-        there: dict[tuple[ModelHash, tuple[DeviceKey, ...]], ReplicaView] = {}
+        there: dict[tuple[DeploymentKey, tuple[DeviceKey, ...]], ReplicaView] = {}
         for model in view.models.values():
             for replica in model.replicas:
-                there.setdefault((replica.model_hash, tuple(sorted(replica.devices))), replica)
+                there.setdefault((replica.deployment, tuple(sorted(replica.devices))), replica)
         self._room = {key: device.free_planned_bytes for key, device in view.devices.items()}
         self._loads = {key: device.loads_coming for key, device in view.devices.items()}
         wanted: dict[ReplicaId, None] = {}
@@ -83,9 +85,9 @@ class Oracle:
         changes: list[tuple[int, ReplicaView]] = []
         for one in self._active:
             place = tuple(keys[number] for number in one.devices)
-            found = there.get((self._hashes[one.model], tuple(sorted(place))))
+            found = there.get((self._deployments[one.model], tuple(sorted(place))))
             if found is None and one.anywhere:
-                found = next(iter(view.models[self._hashes[one.model]].replicas), None)
+                found = next(iter(view.models[self._deployments[one.model]].replicas), None)
             if found is None:
                 missing.append((one, place))
                 continue
@@ -117,17 +119,17 @@ class Oracle:
     def _rescue(self, now_s: float, view: PoolView) -> list[Action]:
         """A model that a plan had no room for is loaded wherever there is some, so that nothing waits for ever."""
         found: list[Action] = []
-        planned = {self._hashes[one.model] for one in self._active}
-        for model_hash, model in view.models.items():
+        planned = {self._deployments[one.model] for one in self._active}
+        for deployment, model in view.models.items():
             record = model.record
-            if model.oldest_wait_s < RESCUE_S or model.replicas or model_hash in planned or record.gpus > 1:
+            if model.oldest_wait_s < RESCUE_S or model.replicas or deployment in planned or record.gpus > 1:
                 continue
             kv_bytes = min(record.kv_bytes, RESCUE_KV_TOKENS * record.kv_bytes_per_token)
             room = [key for key in view.devices if self._room[key] >= record.weights_bytes + kv_bytes]
             if room:
                 key = min(room, key=lambda key: (self._room[key], key))
                 self._room[key] -= record.weights_bytes + kv_bytes
-                found.append(StartReplica(model_hash, (key,), "not planned and asked for", kv_bytes=kv_bytes))
+                found.append(StartReplica(deployment, (key,), "not planned and asked for", kv_bytes=kv_bytes))
         return found
 
     def _resize(self, now_s: float, view: PoolView, changes: Sequence[tuple[int, ReplicaView]]) -> list[Action]:
@@ -148,7 +150,7 @@ class Oracle:
 
     def _start(self, now_s: float, view: PoolView, one: Residency, place: tuple[DeviceKey, ...]) -> list[Action]:
         """Begins a load, with what KV there is room for if that will do for a while."""
-        record = view.models[self._hashes[one.model]].record
+        record = view.models[self._deployments[one.model]].record
         name = f"{record.name} {one.devices}"
         if now_s - self._tried_s.get(name, -math.inf) < AGAIN_S:
             return []
@@ -166,7 +168,7 @@ class Oracle:
         for key in place:
             self._room[key] -= -(-(record.weights_bytes + kv_bytes) // record.gpus)
             self._loads[key] += 1
-        return [StartReplica(record.model_hash, place, "planned", kv_bytes=kv_bytes)]
+        return [StartReplica(record.deployment, place, "planned", kv_bytes=kv_bytes)]
 
     def _close(
         self, now_s: float, view: PoolView, wanted: dict[ReplicaId, None]
@@ -210,8 +212,8 @@ def schedule(context: PolicyContext, margins: Margins) -> list[Residency]:
 
 def _executed(context: PolicyContext, margins: Margins) -> Oracle:
     ladder = context.workload.ladder
-    hashes = [model.model_hash for model in context.workload.models]
-    return Oracle(hashes, schedule(context, margins), min(ladder.warm_s, ladder.cold_s), margins.close_s)
+    deployments = [model.deployment for model in context.workload.models]
+    return Oracle(deployments, schedule(context, margins), min(ladder.warm_s, ladder.cold_s), margins.close_s)
 
 
 @dataclass(slots=True)

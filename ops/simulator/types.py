@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from broker.core.plan.policy import Policy
 from profiles.costs import chunk_tokens
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey, ModelHash
 from subjects.messages import EngineType, ModelRecord, Sla, SlaClass, StepCosts
 
 GB = 1_000_000_000
@@ -41,11 +41,11 @@ class SimModel:
     """Requests that one replica runs at once."""
 
     @property
-    def model_hash(self) -> ModelHash:
+    def deployment(self) -> DeploymentKey:
         """A made-up one, the same for the same name everywhere."""
         import hashlib
 
-        return ModelHash(hashlib.sha256(self.name.encode()).hexdigest())
+        return DeploymentKey(hashlib.sha256(self.name.encode()).hexdigest())
 
     @property
     def chunk_tokens(self) -> int:
@@ -60,8 +60,9 @@ class SimModel:
         """Its registry record with a KV budget over all its devices."""
         return ModelRecord(
             name=self.name,
-            model_hash=self.model_hash,
-            weights_hash=self.model_hash,
+            model_hash=ModelHash(self.deployment),
+            deployment=self.deployment,
+            weights_hash=self.deployment,
             engine_type=EngineType.SIMULATED,
             source="simulated",
             sla=Sla(ttft_p95_ms=round(self.ttft_s * 1000), tpot_ms=round(self.tpot_s * 1000)),

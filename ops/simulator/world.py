@@ -24,7 +24,7 @@ from ops.simulator.replicas import SimReplica, least_loaded
 from ops.simulator.types import BLOCK_TOKENS, DEVICE_TYPE, Trace, Workload
 from profiles.capacity import lane_of, pages_for
 from profiles.features import OutputLengths
-from subjects.ids import ModelHash, ReplicaId, RequestId, Tenant
+from subjects.ids import DeploymentKey, ReplicaId, RequestId, Tenant
 from subjects.messages import Endpoint, ModelRecord, RequestKind, RequestProfile
 from workers.core.pulling import room_for
 
@@ -50,9 +50,9 @@ class World:
         for device in self.devices:
             device.busy_since_s = device.held_since_s = start_s
         self.records: list[ModelRecord] = [model.record(model.kv_bytes_alone(pool.device_bytes)) for model in self.models]
-        self.hashes: list[ModelHash] = [record.model_hash for record in self.records]
+        self.deployments: list[DeploymentKey] = [record.deployment for record in self.records]
         self._classes = [CLASSES.index(record.sla_class) for record in self.records]
-        self.model_of = {model_hash: number for number, model_hash in enumerate(self.hashes)}
+        self.model_of = {deployment: number for number, deployment in enumerate(self.deployments)}
         self.factors = error_factors(seed, len(self.models), pool.devices, options.error_sigma)
         # Plain arrays: nearly as fast as lists, and a day of requests stays small.
         self.arrival_s = array("d", trace.arrival_s.astype(np.float64).tobytes())
@@ -149,15 +149,16 @@ class World:
         now_s = self.now_s
         model = self.model_at[index]
         record = self.records[model]
-        model_hash = self.hashes[model]
+        deployment = self.deployments[model]
         inputs = self.input_at[index]
-        expected = self.lengths.expected(model_hash, TENANT, RequestKind.INFERENCE)
+        expected = self.lengths.expected(self.records[model].model_hash, TENANT, RequestKind.INFERENCE)
         if expected is None:
             expected = record.max_output_tokens_default
         pages = pages_for(inputs + expected, BLOCK_TOKENS)
         queue_class = self._classes[model] if self.class_at is None else self.class_at[index]
         profile = RequestProfile(
-            model_hash=model_hash,
+            model_hash=self.records[model].model_hash,
+            deployment=deployment,
             endpoint=Endpoint.CHAT,
             tenant=TENANT,
             sla_class=CLASSES[queue_class],

@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages.kinds import ReplicaState
 from subjects.messages.registry import CostPoint, ModelRecord
 
@@ -74,6 +74,7 @@ class EvictKv(Command, frozen=True, kw_only=True, tag="evict-kv"):
     """Of older peers, whose command was about one replica: not looked at."""
     ratio: float
     model_hash: ModelHash | None = None
+    """Of older peers, as ``replica``."""
     kv_signature: str = ""
     """``ModelRecord.kv_signature``: models that share their KV share its eviction."""
     timeout_s: float = 60.0
@@ -98,6 +99,7 @@ class MigrateKv(Command, frozen=True, kw_only=True, tag="migrate-kv"):
     index: bytes = b""
     source_worker: WorkerId | None = None
     model_hash: ModelHash | None = None
+    """As the first three."""
     kv_signature: str = ""
     timeout_s: float = 600.0
 
@@ -164,6 +166,7 @@ class CostsMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="costs-measur
     worker: WorkerId
     replica: ReplicaId
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     device_type: str = ""
     engine: str = ""
     points: tuple[CostPoint, ...]

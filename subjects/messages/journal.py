@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages.commands import WorkerCommand
 from subjects.messages.registry import ModelRecord
 
@@ -39,6 +39,8 @@ class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     replicas: tuple[ReplicaId, ...] = ()
     """Those that leave, or the one that is changed."""
     model_hashes: tuple[ModelHash, ...] = ()
+    """Of older leaders, in place of ``deployments``."""
+    deployments: tuple[DeploymentKey, ...] = ()
     """Of ``replicas``, in the same order."""
     forced: bool = False
     drain_s: float = 0.0

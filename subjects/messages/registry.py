@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey, ModelHash
 from subjects.messages.kinds import EngineType, Mode, SlaClass, Task
 
 
@@ -99,6 +99,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: str = "1"
     revision: int = 1
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
+    """What its replicas are replicas of; ``profiles.deployment`` fills it in where an older version left it out."""
     weights_hash: str
     kv_signature: str = ""
     engine_type: EngineType = EngineType.VLLM

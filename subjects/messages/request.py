@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from subjects.ids import IngressId, ModelHash, ReplicaId, RequestId, Tenant
+from subjects.ids import DeploymentKey, IngressId, ModelHash, ReplicaId, RequestId, Tenant
 from subjects.messages.kinds import Endpoint, EngineType, Lane, RequestKind, SlaClass
 from subjects.messages.registry import Adapter
 
@@ -20,6 +20,7 @@ class RequestProfile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     endpoint: Endpoint
     tenant: Tenant
     sla_class: SlaClass = SlaClass.SILVER
@@ -110,6 +111,9 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):
     max_tokens: int = 0
     adapter: Adapter | None = None
     """What answers in place of the base model; the replica loads it when it has not (only with part 0)."""
+    options: dict[str, str | int | float | bool] | None = None
+    """How the name that was asked for parses answers (``profiles.deployment.PARSING_OPTIONS``; only with part 0). None, of
+    older gateways: as the record that the replica was started with."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):

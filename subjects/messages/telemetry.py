@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from subjects.ids import DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
 from subjects.messages.kinds import DeviceKind, EngineType, KvTier, Lane, ReplicaState, SlaClass
 from subjects.messages.registry import StepSums
 
@@ -44,6 +44,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: ReplicaId
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     device: DeviceId
     state: ReplicaState
     budget_bytes: int
@@ -148,6 +149,7 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of one model at one gateway since its last telemetry (arrived, finished, failed) or now (the rest)."""
 
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     sla_class: SlaClass
     lane: Lane
     business_id: str = ""
@@ -186,6 +188,7 @@ class PoolReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: ReplicaId
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     worker: WorkerId
     device: DeviceId
     state: ReplicaState
@@ -210,6 +213,7 @@ class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway needs to know of a model; ``refusal`` is set when it can never fit, with the numbers."""
 
     model_hash: ModelHash
+    deployment: DeploymentKey = DeploymentKey("")
     name: str
     estimated_wait_s: float = 0.0
     refusal: str = ""

@@ -13,7 +13,7 @@ import numpy as np
 from broker.core.plan.layout import Layout
 from broker.core.plan.problem import Block, Need, Problem, Site
 from broker.core.plan.search import Plan, plan
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from tests.bench.exact import Solution, solve
 
 GB = 1_000_000_000
@@ -48,7 +48,7 @@ def random_problem(
     )
     needs = tuple(
         Need(
-            model=ModelHash(f"{n:064x}"),
+            model=DeploymentKey(f"{n:064x}"),
             load=round(float(random.uniform(0.05, load_max)), 3),
             bytes_min=int(among(10, 20, 35) * GB),
             rates={"h100": 1.0, "a100": 0.5} if random.random() < 0.6 else {"h100": 1.0},

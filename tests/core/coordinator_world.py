@@ -27,7 +27,7 @@ from broker.core.plan.policy import (
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.models import sim_model
 from profiles.costs import length_class, prefill_s
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import DeviceKind, ModelRecord, ReplicaState
 
 GB = 1_000_000_000
@@ -44,7 +44,7 @@ class Replica:
     """One that exists."""
 
     replica: ReplicaId
-    model: ModelHash
+    model: DeploymentKey
     devices: tuple[DeviceKey, ...]
     kv_bytes: int
     since_s: float
@@ -141,7 +141,7 @@ class FluidPool:
         self.number += 1
         name = ReplicaId(f"{which.record.name}-{self.number:04d}")
         slots = which.record.max_num_seqs
-        replica = Replica(name, which.record.model_hash, devices, kv_bytes, min(self.now_s, ready_s), ready_s, slots, stays)
+        replica = Replica(name, which.record.deployment, devices, kv_bytes, min(self.now_s, ready_s), ready_s, slots, stays)
         self.replicas[name] = replica
         assert all(self.free_bytes(device) >= 0 for device in devices)
         return replica
@@ -151,7 +151,7 @@ class FluidPool:
         return [
             replica
             for replica in self.replicas.values()
-            if replica.model == which.record.model_hash
+            if replica.model == which.record.deployment
             and replica.ends_s is None
             and (not ready or replica.ready_s <= self.now_s)
         ]
@@ -162,7 +162,7 @@ class FluidPool:
 
     def model_of(self, replica: Replica) -> Model:
         """Whose it is."""
-        return next(one for one in self.models if one.record.model_hash == replica.model)
+        return next(one for one in self.models if one.record.deployment == replica.model)
 
     def budget_bytes(self, replica: Replica) -> int:
         """Of each of its devices."""
@@ -202,7 +202,7 @@ class FluidPool:
             one.due += one.rps(self.now_s) * TICK_S
             arrived = int(one.due)
             one.due -= arrived
-            self._arrived[one.record.model_hash] = arrived
+            self._arrived[one.record.deployment] = arrived
             if not one.waiting:
                 one.waits_since_s = self.now_s
             one.waiting += arrived
@@ -211,16 +211,16 @@ class FluidPool:
             one.served = min(one.waiting, sum(parts) / one.work_s * TICK_S)
             one.waiting -= one.served
             fade = min(1.0, TICK_S / one.life_s)
-            self._running[one.record.model_hash] = (
-                self._running.get(one.record.model_hash, 0.0) * (1 - fade) + one.served / TICK_S * one.life_s * fade
+            self._running[one.record.deployment] = (
+                self._running.get(one.record.deployment, 0.0) * (1 - fade) + one.served / TICK_S * one.life_s * fade
             )
             for replica in self.of(one, ready=True):
                 replica.running = 0
             for replica, part in zip(open_, parts, strict=True):
-                replica.running = round(self._running[one.record.model_hash] * part / sum(parts))
+                replica.running = round(self._running[one.record.deployment] * part / sum(parts))
 
-    _arrived: dict[ModelHash, int] = field(default_factory=dict)
-    _running: dict[ModelHash, float] = field(default_factory=dict)
+    _arrived: dict[DeploymentKey, int] = field(default_factory=dict)
+    _running: dict[DeploymentKey, float] = field(default_factory=dict)
 
     def _share(self, replica: Replica) -> float:
         """Of its devices' time less what its steps always take; neighbours that have nothing to do leave theirs."""
@@ -235,7 +235,7 @@ class FluidPool:
         assert action.reason
         match action:
             case StartReplica():
-                one = next(m for m in self.models if m.record.model_hash == action.model_hash)
+                one = next(m for m in self.models if m.record.deployment == action.deployment)
                 victims = [self._known(victim) for victim in action.victims]
                 assert not self.gone & set(action.devices)
                 for victim in victims:
@@ -301,11 +301,11 @@ class FluidPool:
             for key in map(self.key, range(self.devices))
             if key not in self.gone
         }
-        models = {one.record.model_hash: self._model(one) for one in self.models}
+        models = {one.record.deployment: self._model(one) for one in self.models}
         return PoolView(self.now_s, dict(sorted(models.items())), devices, self.residents_max)
 
     def _model(self, one: Model) -> ModelView:
-        arrived = self._arrived.get(one.record.model_hash, 0)
+        arrived = self._arrived.get(one.record.deployment, 0)
         place = length_class(one.input_tokens)
 
         def by_class(count: int) -> tuple[int, int, int]:
@@ -318,7 +318,7 @@ class FluidPool:
         return ModelView(
             record=one.record,
             replicas=tuple(sorted(map(self._replica, open_), key=lambda view: view.replica)),
-            leaving=sum(r.model == one.record.model_hash and r.ends_s is not None for r in self.replicas.values()),
+            leaving=sum(r.model == one.record.deployment and r.ends_s is not None for r in self.replicas.values()),
             waiting=waiting,
             waiting_input_tokens=waiting * one.input_tokens,
             running=sum(replica.running for replica in open_),
@@ -341,7 +341,7 @@ class FluidPool:
         ready = replica.ready_s <= self.now_s
         return ReplicaView(
             replica=replica.replica,
-            model_hash=replica.model,
+            deployment=replica.model,
             devices=replica.devices,
             state=ReplicaState.READY if ready else ReplicaState.LOADING,
             since_s=replica.ready_s if ready else replica.since_s,
@@ -364,7 +364,7 @@ class FluidPool:
             for done in self.done
             if isinstance(done.action, StartReplica)
             and done.at_s > after_s
-            and (which is None or done.action.model_hash == which.record.model_hash)
+            and (which is None or done.action.deployment == which.record.deployment)
         ]
 
     def stops(self, after_s: float = 0.0) -> list[StopReplica]:

@@ -21,7 +21,7 @@ from broker.core.requests.core import RequestCore
 from broker.core.requests.live import State
 from kvcache.core.prefix_index import PrefixIndex
 from subjects.bus import ACK_WAIT_S, DUPLICATE_WINDOW_S, Stored
-from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId, model_key
+from subjects.ids import DeploymentKey, IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId, model_key
 from subjects.messages import (
     Back,
     Claim,
@@ -50,6 +50,7 @@ from workers.core.held_request import Key
 from workers.core.replica import ReplicaCore
 
 MODEL = ModelHash("5e" * 32)
+DEPLOYMENT = DeploymentKey("d5" * 32)
 ENGINE_STEP_S = 0.02
 ROUND_TRIP_EVERY_S = 0.2
 QUEUE_CHECK_EVERY_S = 1.0
@@ -423,6 +424,7 @@ class World:
         )
         profile = RequestProfile(
             model_hash=MODEL,
+            deployment=DEPLOYMENT,
             endpoint=Endpoint.CHAT,
             tenant=Tenant("t"),
             sla_class=sla_class,
@@ -713,7 +715,7 @@ class World:
             return
         created = self._created
         for model in process.core.waiting_models():
-            assert model == model_key(MODEL)
+            assert model == model_key(DEPLOYMENT)
             self._gateway(process, g.QueueChecked(ModelKey(model), created))
 
     def _pull(self, process: ReplicaProcess, command: w.Pull) -> None:

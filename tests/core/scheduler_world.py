@@ -33,7 +33,7 @@ from broker.core.pool.events import (
 )
 from broker.core.scheduler import SchedulerCore
 from profiles.budget import with_kv
-from subjects.ids import DeviceId, IngressId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, IngressId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandOutcome,
@@ -102,6 +102,7 @@ def record(name: str, gib: float = 1.0, **changes: object) -> ModelRecord:
     assert isinstance(gpus, int)
     fields: dict[str, object] = {
         "name": name,
+        "deployment": deployment(name),
         "model_hash": model_hash(name),
         "weights_hash": "0" * 64,
         "engine_type": EngineType.SIMULATED,
@@ -117,15 +118,20 @@ def record(name: str, gib: float = 1.0, **changes: object) -> ModelRecord:
 
 
 def model_hash(name: str) -> ModelHash:
+    """The hash of the files of ``name``: never its deployment."""
+    return ModelHash(name.encode().hex().ljust(64, "f")[:64])
+
+
+def deployment(name: str) -> DeploymentKey:
     """64 hex digits that name a model in tests."""
-    return ModelHash(name.encode().hex().ljust(64, "0")[:64])
+    return DeploymentKey(name.encode().hex().ljust(64, "0")[:64])
 
 
 @dataclass(slots=True)
 class Request:
     """A request at the one gateway of the world."""
 
-    model: ModelHash
+    model: DeploymentKey
     arrived_s: float
     service_s: float
     started_s: float | None = None
@@ -459,7 +465,7 @@ class World:
 
     def ask(self, name: str, *, service_s: float = 0.5, delay_s: float = 0.0) -> Request:
         """A request arrives."""
-        request = Request(model_hash(name), self.now_s + delay_s, service_s)
+        request = Request(deployment(name), self.now_s + delay_s, service_s)
 
         def arrive() -> None:
             self.requests.append(request)
@@ -487,7 +493,8 @@ class World:
             waits = [self.now_s - request.arrived_s for request in live if request.started_s is None]
             demand.append(
                 ModelDemand(
-                    model_hash=model,
+                    deployment=model,
+                    model_hash=ModelHash(model),
                     sla_class=SlaClass.SILVER,
                     lane=Lane.SMALL,
                     waiting=len(waits),
@@ -503,11 +510,11 @@ class World:
         open_replicas = [
             (agent, replica) for agent in self.agents if agent.alive for replica in agent.replicas.values() if replica.open
         ]
-        refusals = {model.model_hash: model.refusal for model in self.digest.models} if self.digest is not None else {}
+        refusals = {model.deployment: model.refusal for model in self.digest.models} if self.digest is not None else {}
         for request in self.requests:
             if request.ended_s is not None or request.started_s is not None:
                 continue
-            serving = [(a, r) for a, r in open_replicas if r.record.model_hash == request.model]
+            serving = [(a, r) for a, r in open_replicas if r.record.deployment == request.model]
             free = [(a, r) for a, r in serving if len(r.running) < SLOTS]
             if free:
                 agent, replica = min(free, key=lambda entry: (len(entry[1].running), entry[1].replica))

@@ -22,7 +22,7 @@ from broker.core.requests.admission import (
     retry_after_s,
     unknown_model,
 )
-from subjects.ids import ModelHash, RequestId, Tenant
+from subjects.ids import DeploymentKey, ModelHash, RequestId, Tenant
 from subjects.messages import ModelRecord, PoolModel, SlaClass
 
 TENANT = Tenant("t")
@@ -32,6 +32,7 @@ OTHER = Tenant("u")
 def view(name: str = "m", *, ready: int = 0, pool: PoolModel | None = None, **fields: Any) -> ModelView:
     """A model as the gateway sees it."""
     given_fields: dict[str, Any] = {
+        "deployment": DeploymentKey(name.encode().hex().ljust(64, "0")),
         "model_hash": ModelHash(name.encode().hex().ljust(64, "0")),
         "weights_hash": "w",
         "source": "s",
@@ -46,7 +47,7 @@ def view(name: str = "m", *, ready: int = 0, pool: PoolModel | None = None, **fi
 
 def pool_model(**fields: Any) -> PoolModel:
     """The digest's word on a model."""
-    return PoolModel(model_hash=ModelHash("0" * 64), name="m", **fields)
+    return PoolModel(deployment=DeploymentKey("0" * 64), model_hash=ModelHash("0" * 64), name="m", **fields)
 
 
 def admit(admission: Admission, number: int, tenant: Tenant = TENANT, of: ModelView | None = None) -> Refused | None:
@@ -67,7 +68,7 @@ def test_the_queue_of_a_model_and_class_is_bounded() -> None:
     assert codes(refusals) == [None, None, (503, "queue_full")]
     assert refusals[2] is not None and refusals[2].retry_after_s == 1
     assert admission.admit(RequestId("g"), TENANT, SlaClass.GOLD, model) is None
-    assert (admission.waiting(model.record.model_hash, SlaClass.SILVER), admission.in_flight) == (2, 3)
+    assert (admission.waiting(model.record.deployment, SlaClass.SILVER), admission.in_flight) == (2, 3)
 
 
 def test_a_started_request_leaves_its_queue_but_stays_in_flight() -> None:
@@ -105,10 +106,10 @@ def test_a_request_that_waits_again_is_counted_again_and_never_refused() -> None
     admit(admission, 2, of=model)
     admission.requeued(RequestId("r-1"))
     admission.requeued(RequestId("r-1"))
-    assert admission.waiting(model.record.model_hash, SlaClass.SILVER) == 2
+    assert admission.waiting(model.record.deployment, SlaClass.SILVER) == 2
     assert codes([admit(admission, 3, of=model)]) == [(503, "queue_full")]
     admission.ended(RequestId("r-1"))
-    assert admission.waiting(model.record.model_hash, SlaClass.SILVER) == 1
+    assert admission.waiting(model.record.deployment, SlaClass.SILVER) == 1
 
 
 def test_retry_after_follows_the_estimate_within_bounds() -> None:
@@ -138,10 +139,10 @@ def test_counters_never_leak(steps: list[tuple[str, int]]) -> None:
             admission.ended(request)
             alive.discard(number)
         assert admission.in_flight == len(alive) <= 3
-        assert 0 <= admission.waiting(model.record.model_hash, SlaClass.SILVER) <= len(alive)
+        assert 0 <= admission.waiting(model.record.deployment, SlaClass.SILVER) <= len(alive)
     for number in sorted(alive):
         admission.ended(RequestId(f"r-{number}"))
-    assert admission.in_flight == admission.waiting(model.record.model_hash, SlaClass.SILVER) == 0
+    assert admission.in_flight == admission.waiting(model.record.deployment, SlaClass.SILVER) == 0
     assert [admit(admission, 100 + number, of=model) for number in range(2)] == [None, None]
 
 

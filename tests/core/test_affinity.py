@@ -41,7 +41,7 @@ from subjects.messages import (
     StepCosts,
     Usage,
 )
-from tests.core.test_requests import MODEL, Gateway, brief, profile
+from tests.core.test_requests import DEPLOYMENT, MODEL, Gateway, brief, profile
 
 A, B = ReplicaId("rep-a"), ReplicaId("rep-b")
 AT_A, AT_B = WorkerId("w-a"), WorkerId("w-b")
@@ -140,6 +140,7 @@ def test_costs_of_a_record() -> None:
     record = ModelRecord(
         name="m",
         model_hash=MODEL,
+        deployment=DEPLOYMENT,
         weights_hash="w",
         engine_type=EngineType.SIMULATED,
         source="s",
@@ -305,7 +306,9 @@ def test_a_worker_that_keeps_it_draws_it_to_its_replicas() -> None:
     gateway.has_room(near, 1, hands=0)
     places = ((A, AT_A), (near, AT_A), (B, AT_B))
     replicas = tuple(
-        PoolReplica(replica=one, model_hash=MODEL, worker=at, device=DeviceId("d"), state=ReplicaState.READY)
+        PoolReplica(
+            replica=one, model_hash=MODEL, deployment=DEPLOYMENT, worker=at, device=DeviceId("d"), state=ReplicaState.READY
+        )
         for one, at in places
     )
     gateway.index.pool_is(PoolDigest(epoch=1, sequence=1, replicas=replicas))

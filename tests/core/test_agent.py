@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
@@ -100,6 +100,7 @@ def record(budget_bytes: int = 40, **fields: Any) -> ModelRecord:
     values: dict[str, Any] = {
         "name": "m",
         "model_hash": ModelHash("a" * 64),
+        "deployment": DeploymentKey("d" * 64),
         "weights_hash": "b" * 64,
         "engine_type": EngineType.SIMULATED,
         "source": "",
@@ -290,6 +291,7 @@ def test_a_load_goes_from_command_to_ready() -> None:
     assert h.report("r-0") == ReplicaReport(
         replica=ReplicaId("r-0"),
         model_hash=record().model_hash,
+        deployment=record().deployment,
         device=CPU,
         state=ReplicaState.WARMING,
         budget_bytes=40,
@@ -299,6 +301,7 @@ def test_a_load_goes_from_command_to_ready() -> None:
     assert h.report("r-0") == ReplicaReport(
         replica=ReplicaId("r-0"),
         model_hash=record().model_hash,
+        deployment=record().deployment,
         device=CPU,
         state=ReplicaState.READY,
         budget_bytes=40,
@@ -403,6 +406,7 @@ def test_a_process_that_exits_while_loading_fails_the_load_at_once_with_its_last
     assert h.report("r-0") == ReplicaReport(
         replica=ReplicaId("r-0"),
         model_hash=record().model_hash,
+        deployment=record().deployment,
         device=CPU,
         state=ReplicaState.FAILED,
         budget_bytes=0,

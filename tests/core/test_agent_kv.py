@@ -47,7 +47,7 @@ from workers.core.agent_kv import KV_ANSWER_GRACE_S, KV_RUNNING_MAX
 from workers.engines.base import EngineInfo
 
 WORKER = WorkerId("w-1")
-EVICT = EvictKv(operation=OperationId("op1"), epoch=1, ratio=0.5, model_hash=ModelHash("a" * 64), kv_signature="k")
+EVICT = EvictKv(operation=OperationId("op1"), epoch=1, ratio=0.5, kv_signature="k")
 MIGRATE = MigrateKv(operation=OperationId("op1"), epoch=1, source_worker=WorkerId("w-2"), kv_signature="k", timeout_s=60.0)
 
 

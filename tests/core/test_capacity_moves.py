@@ -54,13 +54,13 @@ def test_a_card_goes_from_the_model_that_needs_less_to_the_one_that_needs_more()
         cards = list(view.devices)
         names = (small, small, large, large)
         return Decision(
-            tuple(StartReplica(m.model_hash, (card,), "10 and 4 QPS") for m, card in zip(names, cards, strict=True))
+            tuple(StartReplica(m.deployment, (card,), "10 and 4 QPS") for m, card in zip(names, cards, strict=True))
         )
 
     def after(view: PoolView) -> Decision:
-        yields = view.models[large.model_hash].replicas[-1]
+        yields = view.models[large.deployment].replicas[-1]
         why = "18 QPS at 5 per replica need 4, 1 QPS at 2 needs 1"
-        return Decision((StartReplica(small.model_hash, yields.devices, why, (yields.replica,)),))
+        return Decision((StartReplica(small.deployment, yields.devices, why, (yields.replica,)),))
 
     world.run(1.0)
     policy.choose = before

@@ -365,7 +365,7 @@ def test_a_model_may_be_added_or_removed_at_any_tick(ticks: int) -> None:
     assert world.of(late)
     world.run(ticks * TICK_S)
     world.models.remove(first)
-    world.replicas = {key: one for key, one in world.replicas.items() if one.model != first.record.model_hash}
+    world.replicas = {key: one for key, one in world.replicas.items() if one.model != first.record.deployment}
     world.run(10.0)
 
 
@@ -447,7 +447,7 @@ def test_whatever_the_loads_every_action_can_be_carried_out(seed: int) -> None:
     made = [_jumping(number, random) for number in range(random.randint(1, 4))]
     devices, residents = random.randint(1, 6), random.randint(1, 4)
     world = pool(made, devices, residents)
-    shy = {one.record.model_hash for one in made if not one.record.allow_co_location}
+    shy = {one.record.deployment for one in made if not one.record.allow_co_location}
     for _ in range(60):
         world.run(1.0)
         for device in map(world.key, range(devices)):

@@ -86,7 +86,7 @@ class Stage:
     def __init__(self, *records: ModelRecord, kinds: tuple[str, ...] = (H100,), version: str = "0.32.0") -> None:
         self.pool = Pool(SchedulerSettings())
         self.book = CostBook(self.pool)
-        self.records = {one.model_hash: one for one in records}
+        self.records = {one.deployment: one for one in records}
         self.kinds = kinds
         self.version = version
         self.sums = StepSums()
@@ -111,6 +111,7 @@ class Stage:
         reports = [
             ReplicaReport(
                 replica=ReplicaId(f"m-{index}"),
+                deployment=one.deployment,
                 model_hash=one.model_hash,
                 device=DeviceId("gpu0"),
                 state=ReplicaState.READY,
@@ -151,6 +152,7 @@ class Stage:
         return CostsMeasured(
             worker=WORKER,
             replica=ReplicaId("m-0"),
+            deployment=one.deployment,
             model_hash=one.model_hash,
             device_type=H100,
             engine=ENGINE,
@@ -277,6 +279,7 @@ def test_servers_are_known_by_their_answers() -> None:
     one = record("m", engine_type=EngineType.OPENAI_HTTP)
     stage = Stage(one)
     row = ModelDemand(
+        deployment=one.deployment,
         model_hash=one.model_hash,
         sla_class=SlaClass.SILVER,
         lane=Lane.SMALL,
@@ -393,12 +396,12 @@ def test_whole_curves_are_measured_while_somebody_asks() -> None:
     stage = Stage(one)
     stage.measured(*GRID, whole=True)
     stage.tell()
-    stage.book.profile(10.0, one.model_hash, 5.0, 32)
+    stage.book.profile(10.0, one.deployment, 5.0, 32)
     assert stage.book.to_measure(12.0, stage.records) == {"m-0": 32}
     assert not stage.book.rows(one)[0].whole
     stage.measured(whole=True)
     assert stage.book.rows(one)[0].whole
-    stage.book.profile(13.0, one.model_hash, 5.0, 32)
+    stage.book.profile(13.0, one.deployment, 5.0, 32)
     assert stage.book.rows(one)[0].whole, "asked again in time it is the same profile"
     assert stage.book.to_measure(19.0, stage.records) == {}
 

@@ -11,7 +11,7 @@ import pytest
 from broker.scheduler.twu import FILE, OVER_S, DeviceTwu
 from profiles.twu import allowed_s
 from subjects.ids import IngressId
-from subjects.messages import IngressTelemetry, Lane, ModelDemand, Sla, SlaClass
+from subjects.messages import IngressTelemetry, Lane, ModelDemand, ModelRecord, Sla, SlaClass
 from tests.core.test_live_request import live
 from tests.core.test_placement import A, B, Bench, listed, settled
 from tests.core.test_requests import delta
@@ -38,9 +38,15 @@ class Pool:
         self.bench.report(*(listed(name, running=1) for name in names))
         self.twu = DeviceTwu(self.bench.core, directory, lambda: self.now_s)
 
-    def hear(self, record: object, stress: float) -> None:
+    def hear(self, record: ModelRecord, stress: float) -> None:
         """A gateway counted so much for a model."""
-        row = ModelDemand(model_hash=record.model_hash, sla_class=SlaClass.GOLD, lane=Lane.SMALL, stress=stress)  # type: ignore[attr-defined]
+        row = ModelDemand(
+            deployment=record.deployment,
+            model_hash=record.model_hash,
+            sla_class=SlaClass.GOLD,
+            lane=Lane.SMALL,
+            stress=stress,
+        )
         self.twu.hear(IngressTelemetry(ingress=IngressId("g"), sequence=1, demand=(row,)))
 
     def read(self) -> tuple[float | None, str]:

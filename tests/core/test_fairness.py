@@ -17,13 +17,14 @@ from broker.core.pool.events import (
     Ticked,
 )
 from broker.core.scheduler import SchedulerCore
-from subjects.ids import IngressId, ModelHash
+from subjects.ids import DeploymentKey, IngressId, ModelHash
 from subjects.messages import IngressTelemetry, Lane, ModelDemand, ModelRecord, SlaClass, StepCosts
 
-A = ModelHash("a" * 64)
+A = DeploymentKey("a" * 64)
 RECORD = ModelRecord(
     name="a",
-    model_hash=A,
+    deployment=A,
+    model_hash=ModelHash(A),
     weights_hash="w",
     source="/m",
     weights_bytes=1,
@@ -38,6 +39,7 @@ RECORDS = {A: RECORD}
 def row(sla_class: SlaClass, arrived: int = 1, finished: int = 1, ttft_s: float = 0.2, **more: Any) -> ModelDemand:
     """Counts of one class in a tenth of a second; prompts of 100 tokens, answers of 10."""
     values: dict[str, Any] = {
+        "deployment": A,
         "model_hash": A,
         "sla_class": sla_class,
         "lane": Lane.SMALL,
@@ -65,7 +67,7 @@ def test_one_class_needs_no_weights() -> None:
     fairness = Fairness()
     feed(fairness, 5.0, row(SlaClass.SILVER))
     assert fairness.weights(A) == {}
-    assert fairness.weights(ModelHash("b" * 64)) == {}
+    assert fairness.weights(DeploymentKey("b" * 64)) == {}
     assert fairness.indexes() == {(A, SlaClass.SILVER): pytest.approx(0.9, abs=0.01)}
 
 
@@ -118,11 +120,11 @@ def test_heavy_requests_get_fewer_turns() -> None:
 def test_memory_is_bounded() -> None:
     """Models that are gone are forgotten, unknown ones are left out, many push out the first."""
     fairness = Fairness(FairnessSettings(models_max=2))
-    fairness.take([row(SlaClass.GOLD, model_hash=ModelHash("f" * 64))], RECORDS)
+    fairness.take([row(SlaClass.GOLD, deployment=DeploymentKey("f" * 64))], RECORDS)
     assert not fairness._models
-    others = {ModelHash(f"{number:064x}"): RECORD for number in range(3)}
-    fairness.take([row(SlaClass.GOLD, model_hash=model_hash) for model_hash in others], others)
-    assert list(fairness._models) == [ModelHash(f"{number:064x}") for number in (1, 2)]
+    others = {DeploymentKey(f"{number:064x}"): RECORD for number in range(3)}
+    fairness.take([row(SlaClass.GOLD, deployment=deployment) for deployment in others], others)
+    assert list(fairness._models) == [DeploymentKey(f"{number:064x}") for number in (1, 2)]
     fairness.look(0.0, {})
     assert not fairness._models
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from broker.core.plan.forecast import ALL_CLASSES, NOTHING, DeclaredEvent, Forecaster, ForecastSettings
 from broker.core.plan.seasons import BIN_S, DAY_BINS, Seasons
 from broker.core.plan.series import Ring, Series, surge_share
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
-A, B = ModelHash("a" * 64), ModelHash("b" * 64)
+A, B = DeploymentKey("a" * 64), DeploymentKey("b" * 64)
 DAY_S = 86_400
 
 
-def run(forecaster: Forecaster, begin_s: int, rates: list[float], model: ModelHash = A, per_s: int = 1) -> float:
+def run(forecaster: Forecaster, begin_s: int, rates: list[float], model: DeploymentKey = A, per_s: int = 1) -> float:
     """One look a second; ``rates`` has the work of each second. Returns the time after it."""
     for step, rate in enumerate(rates):
         now_s = begin_s + step + 0.5
@@ -191,12 +191,12 @@ def test_memory_is_bounded() -> None:
     """More keys than fit push out the one without load for longest; of events what is over goes, then the furthest."""
     forecaster = Forecaster(ForecastSettings(keys_max=4, events_max=2))
     for number in range(6):
-        forecaster.observe(float(number), (ModelHash(f"{number:064x}"), 0), 1.0)
+        forecaster.observe(float(number), (DeploymentKey(f"{number:064x}"), 0), 1.0)
         forecaster.heard(float(number))
     assert len(forecaster) == 4
     forecaster.heard(6.0)
-    assert forecaster.observed_s((ModelHash(f"{5:064x}"), 0)) > 0
-    assert forecaster.predict(6.0, (ModelHash(f"{0:064x}"), 0), 10.0) == NOTHING
+    assert forecaster.observed_s((DeploymentKey(f"{5:064x}"), 0)) > 0
+    assert forecaster.predict(6.0, (DeploymentKey(f"{0:064x}"), 0), 10.0) == NOTHING
     for number in (2, 0, 1):
         forecaster.declare(DeclaredEvent(f"e{number}", 6.0, 10.0 + number, A, at_least=1.0 + number))
     assert forecaster.predict(6.0, (A, ALL_CLASSES), 4.0).mean == 2.0
@@ -205,7 +205,7 @@ def test_memory_is_bounded() -> None:
     forecaster.declare(DeclaredEvent("later", 20.0, 30.0, A, at_least=9.0))
     assert forecaster.rate_at(10.5, (A, ALL_CLASSES), 0.0) == 2.0
     assert forecaster.rate_at(10.5, (A, ALL_CLASSES), 10.0) == 9.0
-    forecaster.forget(ModelHash(f"{5:064x}"))
+    forecaster.forget(DeploymentKey(f"{5:064x}"))
     assert len(forecaster) == 2
 
 

@@ -10,9 +10,9 @@ from ops.simulator.forecast_report import DAY_S, Demand, Errors, demand_of, eval
 from ops.simulator.models import sim_model, work_s
 from ops.simulator.rates import SCALES
 from ops.simulator.types import Trace
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
-A = ModelHash("a" * 64)
+A = DeploymentKey("a" * 64)
 
 
 def of(work: list[float], gaps: list[bool] | None = None) -> Demand:

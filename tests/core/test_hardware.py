@@ -46,8 +46,8 @@ def test_a_large_model_is_charged_on_each_of_its_gpus() -> None:
 
 def test_names_and_hashes_are_stable() -> None:
     """The same name gives the same hash; another name another one."""
-    assert sim_model("8B", "a").model_hash == sim_model("14B", "a").model_hash
-    assert len({sim_model(size).model_hash for size in SIZES}) == len(SIZES)
+    assert sim_model("8B", "a").deployment == sim_model("14B", "a").deployment
+    assert len({sim_model(size).deployment for size in SIZES}) == len(SIZES)
 
 
 def _off(model: str, kind: str) -> list[float]:

@@ -31,7 +31,7 @@ from subjects.messages import (
     WorkerCommand,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, model_hash, record
+from tests.core.scheduler_world import GIB, deployment, model_hash, record
 
 WORKER = WorkerId("w-0123456789")
 OLD = ReplicaId("old-1-1-aaaaaaaaaa")
@@ -50,7 +50,7 @@ def began(kind: str = "place", name: str = "1-2", **changes: object) -> Transact
         "worker": WORKER,
         "devices": (CPU,),
         "replicas": (OLD,),
-        "model_hashes": (model_hash("old"),),
+        "deployments": (deployment("old"),),
     }
     if kind == "place":
         fields |= {"record": record("new"), "replica_name": NEW_NAME}
@@ -76,6 +76,7 @@ def report(replica: ReplicaId, state: ReplicaState, **changes: object) -> Replic
     """A replica as its agent lists it."""
     one = ReplicaReport(
         replica=replica,
+        deployment=deployment("old" if replica == OLD else "new"),
         model_hash=model_hash("old" if replica == OLD else "new"),
         device=CPU,
         state=state,
@@ -134,7 +135,7 @@ READY, DRAINING, LOADING, FAILED, ABSENT = (
         pytest.param([began(), sent(DRAIN)], [(OLD, DRAINING)], (Course.GO_ON, (OLD,)), id="its victim drains"),
         pytest.param([began()], [(OLD, DRAINING)], (Course.GO_ON, (OLD,)), id="the journal lacks the drain"),
         pytest.param([began(), sent(DRAIN), done(DRAIN), sent(UNLOAD)], [], (Course.GO_ON, ()), id="its victim has left"),
-        pytest.param([began(replicas=(), model_hashes=())], [], (Course.GO_ON, ()), id="in free room, not sent yet"),
+        pytest.param([began(replicas=(), deployments=())], [], (Course.GO_ON, ()), id="in free room, not sent yet"),
         pytest.param([began(), sent(DRAIN), sent(UNLOAD), sent(LOAD)], [], (Course.GO_ON, ()), id="the load got lost"),
         pytest.param([began(), sent(LOAD)], [(NEW, LOADING)], (Course.GO_ON, ()), id="its newcomer loads"),
         pytest.param([began(), sent(LOAD)], [(NEW, ABSENT)], (Course.GO_ON, ()), id="its newcomer waits for its turn"),
@@ -166,7 +167,7 @@ def test_what_becomes_of_an_unfinished_transaction(
 def test_a_newcomer_that_nobody_may_start_is_made_good_for() -> None:
     """Its model was deleted, or locked by a person, while nobody led (SCH-11)."""
     entries: list[JournalEntry] = [began(), sent(DRAIN), done(DRAIN)]
-    gone = (OLD, model_hash("old"))
+    gone = (OLD, deployment("old"))
     (found,) = resume(entries, pool_of(), catalogue_of(record("old")))
     assert (found.course, found.gone) == (Course.MAKE_GOOD, (gone,))
     locked = catalogue_of()
@@ -239,7 +240,7 @@ def test_a_log_is_bounded_and_forgets_the_finished_first() -> None:
 def test_the_transactions_of_a_model_are_those_it_comes_or_goes_in() -> None:
     """Newest first, for ``carpool explain``."""
     log = TransactionLog()
-    for entry in (began(name="1-1"), began("retire", "1-2"), began(name="1-3", replicas=(), model_hashes=())):
+    for entry in (began(name="1-1"), began("retire", "1-2"), began(name="1-3", replicas=(), deployments=())):
         log.add(entry)
-    assert [one.name for one in log.of_model(model_hash("new"), latest_max=5)] == ["1-3", "1-1"]
-    assert [one.name for one in log.of_model(model_hash("old"), latest_max=1)] == ["1-2"]
+    assert [one.name for one in log.of_model(deployment("new"), latest_max=5)] == ["1-3", "1-1"]
+    assert [one.name for one in log.of_model(deployment("old"), latest_max=1)] == ["1-2"]

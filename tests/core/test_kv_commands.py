@@ -36,7 +36,7 @@ from subjects.messages import (
     TransactionEnded,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import UNIX_S, World, model_hash, record
+from tests.core.scheduler_world import UNIX_S, World, deployment, record
 from workers.core.agent_events import KvReported
 
 MODEL = record("m", kv_signature="sig")
@@ -53,7 +53,7 @@ def told(world: World) -> list[tuple[str, str, str]]:
 
 
 def ordered(world: World, worker: WorkerId, order: KvOrder) -> None:
-    world.step(KvOrdered(worker, model_hash("m"), order))
+    world.step(KvOrdered(worker, deployment("m"), order))
 
 
 def test_an_eviction_and_a_migration_reach_the_node_and_end_with_what_it_did() -> None:
@@ -66,7 +66,7 @@ def test_an_eviction_and_a_migration_reach_the_node_and_end_with_what_it_did() -
     world.run(1.0)
     (evict,) = one.kv_asked
     assert isinstance(evict, EvictKv)
-    assert (evict.ratio, evict.kv_signature, evict.model_hash, evict.timeout_s) == (0.5, "sig", model_hash("m"), 60.0)
+    assert (evict.ratio, evict.kv_signature, evict.timeout_s) == (0.5, "sig", 60.0)
     (pull,) = other.kv_asked
     assert isinstance(pull, MigrateKv)
     assert (pull.source_worker, pull.kv_signature, pull.timeout_s) == (one.worker, "sig", 60.0)
@@ -165,7 +165,7 @@ class Leader:
 def test_the_journal_tells_an_eviction_and_what_it_did() -> None:
     """Begin, step and end; the end has the node's words, and explain tells them."""
     leader = Leader(7)
-    leader.step(KvOrdered(WORKER, model_hash("m"), EVICT))
+    leader.step(KvOrdered(WORKER, deployment("m"), EVICT))
     (command,) = leader.sent
     leader.end(command)
     began, sent, ended, over = leader.entries
@@ -178,7 +178,7 @@ def test_the_journal_tells_an_eviction_and_what_it_did() -> None:
     for entry in leader.entries:
         log.add(entry)
     assert log.transactions()[0].entries() == leader.entries
-    assert [one.name for one in log.of_model(model_hash("m"), latest_max=5)] == ["7-1"]
+    assert [one.name for one in log.of_model(deployment("m"), latest_max=5)] == ["7-1"]
     explained = explain_transaction(leader.core, log.transactions()[0], leader.now_s, UNIX_S + leader.now_s)
     assert (explained.kind, explained.model, explained.where, explained.outcome) == ("evict-kv", "m", WORKER, "done")
     (step,) = explained.steps
@@ -188,7 +188,7 @@ def test_the_journal_tells_an_eviction_and_what_it_did() -> None:
 def test_a_successor_asks_again_under_the_same_operation() -> None:
     """The worker knows it again, so that half is not dropped twice; the transaction keeps its name."""
     leader = Leader(7)
-    leader.step(KvOrdered(WORKER, model_hash("m"), EVICT))
+    leader.step(KvOrdered(WORKER, deployment("m"), EVICT))
     (command,) = leader.sent
     heir = Leader(8, tuple(leader.entries))
     (again,) = heir.sent[:1]
@@ -209,7 +209,7 @@ def test_a_successor_asks_again_under_the_same_operation() -> None:
 def test_what_has_ended_is_not_asked_again(failure: str | None, course: Course, why: str) -> None:
     """The journal alone knows that a node has answered: its reports do not tell of operations."""
     leader = Leader(7)
-    leader.step(KvOrdered(WORKER, model_hash("m"), EVICT))
+    leader.step(KvOrdered(WORKER, deployment("m"), EVICT))
     entries: list[JournalEntry] = [entry for entry in leader.entries if not isinstance(entry, StepEnded | TransactionEnded)]
     if failure is not None:
         (sent,) = [entry for entry in entries if isinstance(entry, StepSent)]

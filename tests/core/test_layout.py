@@ -12,7 +12,7 @@ from broker.core.plan.layout import Layout, Score, cramped_lack
 from broker.core.plan.problem import Block, Need, Prices, Problem, Site
 from broker.core.plan.sharing import served_share, share_of_all, share_of_time
 from subjects.ids import DeviceId, ReplicaId, WorkerId
-from tests.core.scheduler_world import model_hash
+from tests.core.scheduler_world import deployment
 
 GB = 1_000_000_000
 H100, A100 = "h100", "a100"
@@ -25,7 +25,7 @@ def site(number: int, *, group: str = "", kind: str = H100, gb: float = 80, resi
 
 def need(name: str, load: float = 0.5, gb: float = 20, **changes: object) -> Need:
     """What a model wants."""
-    fields: dict[str, object] = {"model": model_hash(name), "load": load, "bytes_min": int(gb * GB), "rates": {H100: 1.0}}
+    fields: dict[str, object] = {"model": deployment(name), "load": load, "bytes_min": int(gb * GB), "rates": {H100: 1.0}}
     return Need(**(fields | changes))  # type: ignore[arg-type]
 
 

@@ -8,15 +8,15 @@ import pytest
 
 from broker.core.plan.learning import DeviceScores, LearningSettings
 from broker.core.pool.catalogue import DeviceKey
-from subjects.ids import DeviceId, ModelHash, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, WorkerId
 
-A, B = ModelHash("a" * 64), ModelHash("b" * 64)
+A, B = DeploymentKey("a" * 64), DeploymentKey("b" * 64)
 DEVICES = [(WorkerId("w"), DeviceId(f"gpu{number}")) for number in range(6)]
 TRUE = [1.0, 1.1, 0.9, 1.6, 1.0, 1.3]
 
 
 def teach(
-    scores: DeviceScores, begin_s: float, periods: int, true: list[float], model: ModelHash = A, common: float = 1.2
+    scores: DeviceScores, begin_s: float, periods: int, true: list[float], model: DeploymentKey = A, common: float = 1.2
 ) -> float:
     """So many periods of 40 observations per device, spread evenly around the true factor; returns the time after them."""
     now_s = begin_s
@@ -96,7 +96,7 @@ def test_memory_is_bounded() -> None:
     scores = DeviceScores(LearningSettings(examples_max=10, seen_min=1))
     scores.look(0.0)
     for number in range(50):
-        scores.observe(ModelHash(f"{number:064x}"), DEVICES[0], 1.0, 2.0, 1.0)
+        scores.observe(DeploymentKey(f"{number:064x}"), DEVICES[0], 1.0, 2.0, 1.0)
     scores.look(300.0)
     assert scores.learned == 10
     assert len(scores._rates) == 10

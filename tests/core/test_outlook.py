@@ -75,11 +75,11 @@ def test_a_load_under_way_is_shortened_by_its_age() -> None:
     bench.report()
     (load,) = sent(bench.demand(a=0.2))
     bench.answer(load)
-    bench.core.catalogue.model(A.model_hash).load_s = 4.0
+    bench.core.catalogue.model(A.deployment).load_s = 4.0
     assert told(bench, "a", after_s=1.0).estimated_wait_s == 3.0
     assert told(bench, "a", after_s=9.0).estimated_wait_s == 0.5
     bench = settled(A)
-    bench.core.catalogue.model(A.model_hash).load_s = 4.0
+    bench.core.catalogue.model(A.deployment).load_s = 4.0
     bench.report(listed("a", ReplicaState.LOADING))
     assert told(bench, "a").estimated_wait_s == 4.0
 
@@ -88,7 +88,7 @@ def test_a_failure_is_told_with_its_count_and_the_next_try() -> None:
     """Pause and load are the wait; whole seconds, rounded up, are the Retry-After; what the load said is not for clients."""
     bench = settled(A)
     bench.report()
-    model = bench.core.catalogue.model(A.model_hash)
+    model = bench.core.catalogue.model(A.deployment)
     model.load_s, model.failure = 3.0, "broken"
     model.failures, model.retry_s = 1, bench.now_s + 5.0
     assert words(told(bench, "a")) == (8.0, "loading failed once, next try in 5 s", 5, False)
@@ -101,7 +101,7 @@ def test_a_failure_is_told_with_its_count_and_the_next_try() -> None:
 def test_a_failed_model_without_room_is_told_so() -> None:
     """It may take only what nobody has used for a minute: come back after a turn."""
     bench = settled(A, B)
-    model = bench.core.catalogue.model(B.model_hash)
+    model = bench.core.catalogue.model(B.deployment)
     model.load_s, model.failure, model.failures = 3.0, "broken", 2
     bench.report(listed("a", idle_s=20.0))
     text = "loading failed 2 times, and no free room to try again"

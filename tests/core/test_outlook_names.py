@@ -9,18 +9,18 @@ from broker.core.requests import events as e
 from broker.core.requests.admission import ModelView, pool_refusal
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import LoadModel, ModelRecord, PoolModel
-from tests.core.scheduler_world import model_hash, record
+from tests.core.scheduler_world import deployment, record
 from tests.core.test_outlook import told, words
 from tests.core.test_placement import Bench, V, W, commands, listed, settled
 from tests.core.test_requests import Gateway
 from tests.core.words import pin, said
 
-SHARED = model_hash("x")
+SHARED = deployment("x")
 
 
 def named(name: str, gib: float) -> ModelRecord:
     """A name of the shared model."""
-    return record(name, gib, model_hash=SHARED)
+    return record(name, gib, deployment=SHARED)
 
 
 def loads(bench: Bench, **waiting: float) -> list[str]:
@@ -30,10 +30,10 @@ def loads(bench: Bench, **waiting: float) -> list[str]:
 
 
 def refusal_of(bench: Bench, one: ModelRecord) -> str | None:
-    """The code that a client of a name gets by a new digest: gateways keep its words by model hash."""
+    """The code that a client of a name gets by a new digest: gateways keep its words by deployment."""
     told(bench, one.name)
-    by_hash: dict[str, PoolModel] = {model.model_hash: model for model in bench.digest.models}
-    refused = pool_refusal(ModelView(one, by_hash[one.model_hash]))
+    by_deployment: dict[str, PoolModel] = {model.deployment: model for model in bench.digest.models}
+    refused = pool_refusal(ModelView(one, by_deployment[one.deployment]))
     return refused.code if refused is not None else None
 
 
@@ -69,13 +69,13 @@ def test_where_none_fits_requests_for_every_name_get_503() -> None:
     both = (named("a", 2.0), named("b", 3.0))
     bench = settled(*both)
     gateway = Gateway()
-    assert gateway.submit(RequestId("waits"), model_hash=SHARED)[0].startswith("publish")
+    assert gateway.submit(RequestId("waits"), deployment=SHARED)[0].startswith("publish")
     bench.report(gib=1.5)
     bench.tick(0.1)
     assert [refusal_of(bench, one) for one in both] == ["model_cannot_fit"] * 2
     assert [words(told(bench, name))[1][:13] for name in "ab"] == ["needs 2.0 GiB", "needs 3.0 GiB"]
     assert "end waits 503 model_cannot_fit" in gateway(e.PoolChanged(bench.digest))
-    assert gateway.submit(RequestId("comes"), model_hash=SHARED) == ["end comes 503 model_cannot_fit"]
+    assert gateway.submit(RequestId("comes"), deployment=SHARED) == ["end comes 503 model_cannot_fit"]
     assert loads(bench) == []
     assert bench.alerts().count("cannot-fit") == 2
 

@@ -29,8 +29,8 @@ def meaning(known: Overrides) -> dict[str, object]:
     pool.override(known)
     return {
         "pinned": catalogue.pinned(M),
-        "mode": catalogue.mode(M.model_hash),
-        "locked": catalogue.locked(M.model_hash),
+        "mode": catalogue.mode(M.deployment),
+        "locked": catalogue.locked(M.deployment),
         "declared": catalogue.declared,
         "device locked": pool.device_locked(WORKER, GPU),
         "device closed": pool.is_closed(WORKER, GPU),

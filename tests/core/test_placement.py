@@ -56,7 +56,7 @@ from subjects.messages import (
     UnloadReplica,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, UNIX_S, model_hash, record
+from tests.core.scheduler_world import GIB, UNIX_S, deployment, model_hash, record
 from tests.core.words import pin, said
 
 W, V = WorkerId("w-0000000001"), WorkerId("v-0000000002")
@@ -78,6 +78,7 @@ def listed(
     """A replica as its agent lists it; by default ready and idle for long."""
     return ReplicaReport(
         replica=ReplicaId(replica or f"{name}-9-1-00000000aa"),
+        deployment=deployment(name),
         model_hash=model_hash(name),
         device=CPU,
         state=state,
@@ -142,6 +143,7 @@ class Bench:
         self.sequence += 1
         rows = [
             ModelDemand(
+                deployment=deployment(name),
                 model_hash=model_hash(name),
                 sla_class=SlaClass.SILVER,
                 lane=Lane.SMALL,
@@ -388,7 +390,7 @@ def test_an_unanswered_command_is_sent_again_and_then_given_up() -> None:
     assert sent(bench.tick(5.0)) == []
     other, *_ = sent(bench.tick(2.0))
     assert isinstance(other.command, LoadModel) and other.command.operation != load.command.operation
-    assert bench.core.catalogue.model(A.model_hash).failures == 0
+    assert bench.core.catalogue.model(A.deployment).failures == 0
 
 
 def test_an_accepted_operation_without_an_end_is_asked_for() -> None:
@@ -415,7 +417,7 @@ def test_a_refused_load_is_no_fault_of_the_model_at_first() -> None:
         (load,) = sent(bench.tick(0.3))
     bench.answer(load, CommandOutcome.REFUSED, "no")
     assert bench.refusal("a") == "loading failed once, next try in 2 s"
-    assert bench.core.catalogue.model(A.model_hash).failure == "refused: no"
+    assert bench.core.catalogue.model(A.deployment).failure == "refused: no"
 
 
 def test_a_stale_epoch_makes_us_resign() -> None:
@@ -472,7 +474,7 @@ def test_a_load_that_takes_too_long_is_a_failure() -> None:
     bench.tick(309.5)
     assert bench.core.transactions.running
     bench.tick(0.7)
-    assert bench.core.catalogue.model(A.model_hash).failure == "no end after 310 s"
+    assert bench.core.catalogue.model(A.deployment).failure == "no end after 310 s"
 
 
 def test_a_load_that_an_operator_took_back_is_no_failure() -> None:
@@ -482,7 +484,7 @@ def test_a_load_that_an_operator_took_back_is_no_failure() -> None:
     (load,) = sent(bench.demand(a=0.2))
     bench.answer(load)
     bench.ended(load, failure="unloaded before it was ready", replica="a-7-1-00000000aa", withdrawn=True)
-    assert bench.core.catalogue.model(A.model_hash).failures == 0
+    assert bench.core.catalogue.model(A.deployment).failures == 0
     assert bench.refusal("a") == ""
     bench.tick(1.5)
     assert bench.core.transactions.running
@@ -536,7 +538,7 @@ def test_an_idle_resident_leaves_at_once() -> None:
 def test_a_busy_resident_stays_until_the_bound() -> None:
     """With demand of its own A stays until B has waited for a residency and a load of A's, eight seconds at least."""
     bench = settled(A, B)
-    bench.core.catalogue.model(A.model_hash).load_s = 1.0
+    bench.core.catalogue.model(A.deployment).load_s = 1.0
     bench.report(listed("a", running=1, idle_s=0.0))
     assert bench.demand(a=(1, 0.0), b=7.5) == []
     assert sent(bench.tick(0.3)) == []
@@ -547,7 +549,7 @@ def test_a_busy_resident_stays_until_the_bound() -> None:
 def test_a_busy_resident_serves_at_least_as_long_as_its_load_took() -> None:
     """A model that takes 20 s to load is not drained a few seconds after it became ready."""
     bench = settled(A, B)
-    bench.core.catalogue.model(A.model_hash).load_s = 20.0
+    bench.core.catalogue.model(A.deployment).load_s = 20.0
     bench.report(listed("a", running=1, idle_s=0.0, state_s=10.0))
     assert bench.demand(a=(1, 0.0), b=42.0) == []
     assert sent(bench.tick(9.8)) == []
@@ -594,7 +596,7 @@ def test_a_queued_load_of_an_earlier_leader_counts() -> None:
 def test_a_failing_model_evicts_only_what_is_long_unused() -> None:
     """After a failed load A must be unused for a minute before it leaves for another try."""
     bench = settled(A, B)
-    bench.core.catalogue.model(B.model_hash).failures = 1
+    bench.core.catalogue.model(B.deployment).failures = 1
     bench.report(listed("a", idle_s=58.0))
     assert bench.demand(b=20.0) == []
     assert "no free room to try again" in bench.refusal("b")
@@ -739,7 +741,7 @@ def test_replicas_that_die_at_once_are_a_crash_loop() -> None:
             (load,) = sent(out)
     assert load.command.operation == "op-7-3"
     assert bench.refusal("a") == "loading failed once, next try in 2 s"
-    assert bench.core.catalogue.model(A.model_hash).failure == "3 replicas died at once: SIGSEGV"
+    assert bench.core.catalogue.model(A.deployment).failure == "3 replicas died at once: SIGSEGV"
     assert bench.alerts() == ["replica-died"], "the same alert is not raised again within a minute"
 
 
@@ -795,7 +797,7 @@ def test_a_leader_that_leads_again_tells_its_own_actions_once() -> None:
 
 def test_two_names_of_one_model_are_one_model() -> None:
     """Two records with one hash share replicas; the first name speaks for them."""
-    bench = settled(record("x", model_hash=A.model_hash), A)
+    bench = settled(record("x", deployment=A.deployment), A)
     bench.report(gib=4.0)
     (load,) = commands(bench.demand(a=0.2))
     assert isinstance(load, LoadModel) and load.record.name == "a"
@@ -874,12 +876,18 @@ def test_demand_is_summed_over_gateways_and_ages() -> None:
     bench = settled(A)
     bench.demand(a=(2, 1.0))
     row = ModelDemand(
-        model_hash=A.model_hash, sla_class=SlaClass.GOLD, lane=Lane.LARGE, waiting=4, running=1, oldest_wait_s=3.0
+        deployment=A.deployment,
+        model_hash=A.model_hash,
+        sla_class=SlaClass.GOLD,
+        lane=Lane.LARGE,
+        waiting=4,
+        running=1,
+        oldest_wait_s=3.0,
     )
     for sequence, rows in ((5, (row, row)), (4, ())):
         telemetry = IngressTelemetry(ingress=IngressId("gw-2"), sequence=sequence, demand=rows)
         bench.step(IngressReported(telemetry))
-    demand = bench.core.pool.demand(bench.now_s + 2.0)[A.model_hash]
+    demand = bench.core.pool.demand(bench.now_s + 2.0)[A.deployment]
     assert (demand.waiting, demand.running, demand.oldest_wait_s) == (9, 4, 5.0)
     bench.tick(1.0)
     (model,) = bench.digest.models
@@ -922,14 +930,14 @@ def test_estimates_come_from_observed_loads() -> None:
         return next(model.estimated_wait_s for model in bench.digest.models if model.name == "a")
 
     assert estimate() == pytest.approx(5.0 + 768 / 200, abs=0.1)
-    bench.core.catalogue.model(A.model_hash).load_s = 12.0
+    bench.core.catalogue.model(A.deployment).load_s = 12.0
     assert estimate() == 12.0
     (load,) = sent(bench.demand(a=0.2))
     assert estimate() == pytest.approx(10.9, abs=0.2)
     bench.ended(load, replica="a-7-1-00000000aa")
     bench.report(listed("a", replica="a-7-1-00000000aa"), gib=2.0)
     assert estimate() == 0.0
-    assert bench.core.catalogue.model(A.model_hash).load_s == 7.0
+    assert bench.core.catalogue.model(A.deployment).load_s == 7.0
 
 
 def test_the_timeline_is_bounded() -> None:
@@ -939,7 +947,7 @@ def test_the_timeline_is_bounded() -> None:
     (load,) = sent(bench.demand(a=0.2))
     for number in range(5):
         bench.ended(load, failure="broken", replica=f"a-7-{number}-00000000aa")
-        bench.core.catalogue.model(A.model_hash).clear()
+        bench.core.catalogue.model(A.deployment).clear()
         (load,) = sent(bench.tick(0.2))
     assert len(bench.digest.timeline) == 3
 
@@ -956,9 +964,9 @@ def test_a_replica_that_two_agents_list_with_two_models_leaves_no_trace_of_befor
     bench.report(listed("a", replica="same-1-1-00000000aa"))
     bench.report(listed("b", replica="same-1-1-00000000aa"), worker=V)
     pool = bench.core.pool
-    assert pool.replicas_for(A.model_hash) == [] == pool.replicas_of(W)
-    assert [replica.worker for replica in pool.replicas_for(B.model_hash)] == [V]
+    assert pool.replicas_for(A.deployment) == [] == pool.replicas_of(W)
+    assert [replica.worker for replica in pool.replicas_for(B.deployment)] == [V]
     bench.report(worker=V)
     bench.tick(1.0, beats=(W, V))
-    assert pool.replicas_for(B.model_hash) == [] == pool.replicas_of(V)
+    assert pool.replicas_for(B.deployment) == [] == pool.replicas_of(V)
     assert pool.replica_named(V, "same-1-1") is None

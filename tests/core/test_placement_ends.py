@@ -44,7 +44,7 @@ def test_a_newcomer_that_dies_is_the_models_failure() -> None:
         loading(bench)
         died(bench, "a-7-1-00000000aa", detail)
         assert not bench.core.transactions.running
-        assert bench.core.catalogue.model(A.model_hash).failure == failure
+        assert bench.core.catalogue.model(A.deployment).failure == failure
         assert bench.alerts() == ["load-failed"]
 
 
@@ -56,7 +56,7 @@ def test_the_death_of_another_replica_leaves_a_load_alone() -> None:
     assert isinstance(load.command, LoadModel)
     died(bench, "b-9-1-00000000aa")
     assert [t.record for t in bench.core.transactions.running.values()] == [A]
-    assert bench.core.catalogue.model(A.model_hash).failures == 0
+    assert bench.core.catalogue.model(A.deployment).failures == 0
 
 
 def test_the_room_of_a_failed_load_is_free_at_once() -> None:
@@ -66,7 +66,7 @@ def test_the_room_of_a_failed_load_is_free_at_once() -> None:
     assert sent(bench.demand(a=0.3, b=0.2)) == []
     (next_load,) = sent(bench.ended(load, failure="broken", replica="a-7-1-00000000aa"))
     assert isinstance(next_load.command, LoadModel) and next_load.command.record == B
-    assert [r.state for r in bench.digest.replicas if r.model_hash == A.model_hash] == [ReplicaState.FAILED]
+    assert [r.state for r in bench.digest.replicas if r.deployment == A.deployment] == [ReplicaState.FAILED]
 
 
 def test_a_failed_newcomer_that_is_listed_ends_its_load() -> None:
@@ -79,12 +79,12 @@ def test_a_failed_newcomer_that_is_listed_ends_its_load() -> None:
     loading(bench)
     bench.report(listed("a", ReplicaState.FAILED, replica="a-7-1-00000000aa", gib=0.0, failure="broken"))
     assert not bench.core.transactions.running
-    assert bench.core.catalogue.model(A.model_hash).failure == "broken"
+    assert bench.core.catalogue.model(A.deployment).failure == "broken"
     bench = settled(A)
     loading(bench)
     bench.report(listed("a", replica="a-7-1-00000000aa"))
     assert not bench.core.transactions.running
-    assert bench.core.catalogue.model(A.model_hash).failures == 0
+    assert bench.core.catalogue.model(A.deployment).failures == 0
 
 
 def test_a_victim_that_dies_before_it_has_drained_was_cut_off() -> None:
@@ -109,7 +109,7 @@ def test_a_victim_that_has_drained_may_die() -> None:
     assert bench.alerts() == []
     assert list(bench.digest.dead) == []
     assert [(entry.action, entry.outcome) for entry in bench.digest.timeline] == [("evict", "done"), ("load", "done")]
-    assert bench.core.catalogue.model(A.model_hash).early_deaths == 0
+    assert bench.core.catalogue.model(A.deployment).early_deaths == 0
 
 
 def test_a_victim_that_dies_with_requests_is_declared_dead() -> None:
@@ -151,7 +151,7 @@ def test_room_that_never_becomes_free_is_given_up() -> None:
     assert bench.alerts() == []
     bench.tick(1.5)
     assert bench.alerts() == ["load-failed"]
-    assert bench.core.catalogue.model(B.model_hash).failures == 0
+    assert bench.core.catalogue.model(B.deployment).failures == 0
     assert bench.digest.timeline[-1].outcome == "failed: the room did not become free in 330 s"
 
 

@@ -86,7 +86,7 @@ class Meddler:
         model = draw.choice(list(view.models.values()))
         actions: list[Action] = [
             StartReplica(
-                model.record.model_hash,
+                model.record.deployment,
                 tuple(draw.sample(devices, min(len(devices), model.record.gpus))),
                 "meddling",
                 tuple(replica.replica for replica in replicas if draw.random() < 0.3),
@@ -164,7 +164,7 @@ def test_everybody_is_served_or_refused(scenario: Scenario) -> None:
     # A model's unlucky loads may be refused for a while too, when workers die or messages are lost.
     calm = not scenario.deaths and not scenario.freezes and not scenario.loss and not scenario.pauses
     for request in world.requests:
-        number = next(i for i in range(5) if record(NAMES[i]).model_hash == request.model)
+        number = next(i for i in range(5) if record(NAMES[i]).deployment == request.model)
         if request.refusal and calm:
             assert number in scenario.broken or not scenario.fits(number), request.refusal
         if not scenario.fits(number):

@@ -7,7 +7,7 @@ import pytest
 from broker.core.pool.events import ModelRemoved, UnloadRequested
 from broker.core.pool.overrides import UNPINNED
 from subjects.messages import EngineType
-from tests.core.scheduler_world import World, model_hash, record
+from tests.core.scheduler_world import World, deployment, record
 from tests.core.words import pin, said
 
 A, B, C = record("a"), record("b"), record("c")
@@ -135,9 +135,9 @@ def test_a_broken_model_never_evicts_a_used_one() -> None:
     names = world.load_names()
     assert names.count("broken") <= 5
     assert names.count("a") <= 2, "only the very first attempt may have taken the room"
-    refused = [request.refusal for request in world.requests if request.model == record("broken").model_hash]
+    refused = [request.refusal for request in world.requests if request.model == record("broken").deployment]
     assert all(refusal.startswith("loading failed") for refusal in refused)
-    assert all(not r.refusal for r in world.requests if r.model == A.model_hash)
+    assert all(not r.refusal for r in world.requests if r.model == A.deployment)
     assert "load-failed" in [alert.kind for alert in world.alerts]
 
 
@@ -273,7 +273,7 @@ def test_a_persons_pin_wins_over_the_record() -> None:
 
 def test_a_pin_counts_under_each_name_of_a_model() -> None:
     """Two names may share one model; the pin of either keeps it, until both are unpinned (C5)."""
-    second = record("z", model_hash=model_hash("a"))
+    second = record("z", deployment=deployment("a"))
     world = World(A, second, B)
     world.agent(cpu0=1.0)
     world.ask("a")

@@ -58,7 +58,7 @@ from subjects.messages import (
     UnloadReplica,
     WorkerSnapshot,
 )
-from tests.core.scheduler_world import GIB, UNIX_S, model_hash, record
+from tests.core.scheduler_world import GIB, UNIX_S, deployment, model_hash, record
 from tests.core.test_placement import A, B, Bench, commands
 from tests.core.words import expect, lock, mode, said
 
@@ -148,6 +148,7 @@ class Pool(Bench):
         """Lists one more replica."""
         found = ReplicaReport(
             replica=ReplicaId(replica or f"{name}-{gpu}-00000000aa"),
+            deployment=deployment(name),
             model_hash=model_hash(name),
             device=GPUS[gpu],
             state=state,
@@ -195,7 +196,7 @@ class Pool(Bench):
 
 
 def start(name: str, *gpus: int, **more: object) -> StartReplica:
-    return StartReplica(model_hash(name), tuple((W, GPUS[gpu]) for gpu in gpus), "because", **more)  # type: ignore[arg-type]
+    return StartReplica(deployment(name), tuple((W, GPUS[gpu]) for gpu in gpus), "because", **more)  # type: ignore[arg-type]
 
 
 def test_a_policy_sees_the_pool_and_its_flow() -> None:
@@ -206,6 +207,7 @@ def test_a_policy_sees_the_pool_and_its_flow() -> None:
     pool.tell()
     for ingress, sequence in (("gw-1", 1), ("gw-1", 1), ("gw-2", 1)):
         row = ModelDemand(
+            deployment=A.deployment,
             model_hash=A.model_hash,
             sla_class=SlaClass.SILVER,
             lane=Lane.SMALL,
@@ -222,13 +224,13 @@ def test_a_policy_sees_the_pool_and_its_flow() -> None:
         )
         pool.step(IngressReported(IngressTelemetry(ingress=IngressId(ingress), sequence=sequence, demand=(row,))))
     pool.tick(0.2)
-    model = pool.view.models[A.model_hash]
+    model = pool.view.models[A.deployment]
     assert model.arrivals == Arrivals((2, 4, 0), (20, 4000, 0), (10, 12, 0))
     assert (model.finished, model.within_slo, model.waiting, model.waiting_input_tokens, model.running) == (4, 2, 2, 200, 8)
     assert [(view.replica, view.state, view.devices, view.kv_bytes) for view in model.replicas] == [
         (ready, ReplicaState.READY, ((W, GPUS[1]),), 77)
     ]
-    assert [view.state for view in pool.view.models[B.model_hash].replicas] == [ReplicaState.LOADING]
+    assert [view.state for view in pool.view.models[B.deployment].replicas] == [ReplicaState.LOADING]
     assert list(pool.view.models) == sorted(pool.view.models) and list(pool.view.devices) == sorted(pool.view.devices)
     device = pool.view.devices[(W, GPUS[2])]
     assert (device.free_planned_bytes, device.largest_free_bytes, device.loads_coming, device.link) == (
@@ -239,7 +241,7 @@ def test_a_policy_sees_the_pool_and_its_flow() -> None:
     )
     assert pool.view.models_per_device_max >= 1000, "as many as memory holds"
     pool.tick(0.2)
-    assert pool.view.models[A.model_hash].arrivals == Arrivals()
+    assert pool.view.models[A.deployment].arrivals == Arrivals()
 
 
 def test_a_policy_hears_what_people_expect_and_the_time_of_day() -> None:
@@ -251,15 +253,15 @@ def test_a_policy_hears_what_people_expect_and_the_time_of_day() -> None:
     pool.tick(0.3)
     view = pool.policy.views[-1]
     assert view.events == (
-        ExpectedLoad("launch", 30.0, 40.0, A.model_hash, 3.0, 0.5),
+        ExpectedLoad("launch", 30.0, 40.0, A.deployment, 3.0, 0.5),
         ExpectedLoad("sale", 10.0, 20.0, None, 2.0),
     )
     assert abs(view.unix_offset_s - UNIX_S) < 1e-3
-    again = msgspec.structs.replace(A, model_hash=model_hash("a2"), revision=A.revision + 1)
+    again = msgspec.structs.replace(A, deployment=deployment("a2"), revision=A.revision + 1)
     pool.step(ModelApplied(again))
     pool.step(said(launch))
     pool.tick(0.3)
-    assert pool.policy.views[-1].events == (ExpectedLoad("launch", 30.0, 40.0, again.model_hash, 3.0, 0.5),)
+    assert pool.policy.views[-1].events == (ExpectedLoad("launch", 30.0, 40.0, again.deployment, 3.0, 0.5),)
 
 
 def test_a_policy_is_asked_each_200_ms_and_at_once_for_a_cold_model() -> None:
@@ -303,7 +305,7 @@ def test_a_started_replica_gets_the_kv_that_was_decided() -> None:
     assert (load.device, load.peers, load.record) == (GPUS[2], (), with_kv(A, kv_bytes))
     assert load.record.budget_bytes == A.budget_bytes + kv_bytes - A.kv_bytes
     pool.tick(0.2)
-    (view,) = pool.view.models[A.model_hash].replicas
+    (view,) = pool.view.models[A.deployment].replicas
     assert (view.state, view.kv_bytes, view.budget_bytes) == (ReplicaState.LOADING, kv_bytes, load.record.budget_bytes)
     assert pool.view.devices[(W, GPUS[2])].loads_coming == 1
     assert pool.view.devices[(W, GPUS[2])].free_planned_bytes == 4 * GIB - load.record.budget_bytes
@@ -324,7 +326,7 @@ def test_an_interrupted_replica_does_not_finish_its_requests() -> None:
     assert [(stop.replica, stop.timeout_s) for stop in stops if isinstance(stop, DrainReplica)] == [(a, 30.0), (b, 0.0)]
     assert pool.core.actions.dropped == ()
     pool.tick(0.2)
-    assert (pool.view.models[A.model_hash].leaving, pool.view.models[A.model_hash].replicas) == (1, ())
+    assert (pool.view.models[A.deployment].leaving, pool.view.models[A.deployment].replicas) == (1, ())
 
 
 # ------------------------------------------------------------------------------------------------------------- the checks
@@ -345,8 +347,8 @@ def test_what_cannot_be_carried_out_is_dropped_with_its_reason() -> None:
         start("a", 0, 1),
         StopReplica(p, "because"),
         StopReplica(ReplicaId("nobody"), "because"),
-        StartReplica(model_hash("unknown"), ((W, GPUS[0]),), "because"),
-        StartReplica(A.model_hash, ((W, DeviceId("gpu9")),), "because"),
+        StartReplica(deployment("unknown"), ((W, GPUS[0]),), "because"),
+        StartReplica(A.deployment, ((W, DeviceId("gpu9")),), "because"),
     )
     assert told == []
     assert pool.dropped() == [
@@ -423,7 +425,7 @@ def test_a_replica_spans_linked_devices_of_one_worker() -> None:
         "wide needs 3.0 GiB on gpu3, 1.0 GiB are to be had",
     ]
     pool.tick(0.2)
-    (view,) = pool.view.models[wide.model_hash].replicas
+    (view,) = pool.view.models[wide.deployment].replicas
     assert view.devices == ((W, GPUS[2]), (W, GPUS[3]))
     assert [pool.view.devices[(W, gpu)].free_planned_bytes for gpu in GPUS] == [4 * GIB, 2 * GIB, GIB, GIB]
     assert [pool.view.devices[(W, gpu)].loads_coming for gpu in GPUS] == [0, 0, 1, 1]
@@ -502,7 +504,7 @@ def test_kv_moves_from_one_resident_to_the_other() -> None:
     assert pool.end(grow) == [] and pool.end(told[1]) == []
     assert not pool.core.transactions.running
     pool.tick(0.2)
-    views = {view.replica: (view.kv_bytes, view.budget_bytes) for view in pool.view.models[b.model_hash].replicas}
+    views = {view.replica: (view.kv_bytes, view.budget_bytes) for view in pool.view.models[b.deployment].replicas}
     assert views[rb] == (more, with_kv(b, more).budget_bytes)
     assert pool.view.devices[(W, GPUS[0])].free_planned_bytes == 0
     outcomes = [(entry.action, entry.outcome) for entry in pool.digest.timeline]
@@ -539,9 +541,9 @@ def test_a_load_that_is_not_wanted_any_more_is_taken_back() -> None:
     assert isinstance(load, LoadModel)
     coming = pool.has("a", 0, state=ReplicaState.LOADING, replica=f"{load.replica_name}-00000000aa")
     pool.tell()
-    waiting = pool.view.models[B.model_hash]
+    waiting = pool.view.models[B.deployment]
     pool.tick(0.2)
-    (promised,) = pool.view.models[B.model_hash].replicas
+    (promised,) = pool.view.models[B.deployment].replicas
     (unload,) = pool.decide(StopReplica(promised.replica, "because"), StopReplica(coming, "because"))
     assert isinstance(unload, UnloadReplica) and unload.force and unload.replica == coming
     pool.end(load, failure="unloaded before it was ready", replica=coming)
@@ -549,8 +551,8 @@ def test_a_load_that_is_not_wanted_any_more_is_taken_back() -> None:
     pool.end(unload)
     pool.tell()
     pool.tick(0.2)
-    assert [pool.view.models[m].replicas for m in (A.model_hash, B.model_hash)] == [(), ()]
-    assert pool.view.models[A.model_hash].may_load and waiting.may_load
+    assert [pool.view.models[m].replicas for m in (A.deployment, B.deployment)] == [(), ()]
+    assert pool.view.models[A.deployment].may_load and waiting.may_load
     assert pool.alerts() == []
 
 
@@ -563,7 +565,7 @@ def test_a_model_that_may_not_be_acted_on_is_only_advised_about() -> None:
     pool = Pool(watched, B)
     a, b = pool.has("a", 0), pool.has("b", 1)
     pool.tell()
-    assert not pool.policy.views[-1].models[watched.model_hash].may_act
+    assert not pool.policy.views[-1].models[watched.deployment].may_act
     actions = (StopReplica(a, "cold"), start("b", 0, victims=(a,)), SetReplicaConcurrency(a, 2, "hot"))
     assert pool.decide(*actions) == []
     assert pool.dropped() == [
@@ -599,8 +601,8 @@ def test_a_locked_model_is_left_alone() -> None:
         "b is locked by a person",
     ]
     pool.tick(0.2)
-    (view,) = pool.view.models[A.model_hash].replicas
-    assert view.stays and not pool.view.models[B.model_hash].may_load
+    (view,) = pool.view.models[A.deployment].replicas
+    assert view.stays and not pool.view.models[B.deployment].may_load
     pool.core.policy = Coordinator()
     assert commands(pool.demand(b=20.0)) == []
     assert [type(command) for command in commands(pool.step(said(lock("a"))))] == [LoadModel]
@@ -634,9 +636,9 @@ def test_routing_weights_are_told_to_everybody() -> None:
     assert [row.weight for row in pool.digest.replicas] == [0.25]
     pool.tick(1.5)
     assert [row.weight for row in pool.digest.replicas] == [0.25]
-    pool.decide(weights={replica: 1.0}, notes={A.model_hash: "has enough"})
+    pool.decide(weights={replica: 1.0}, notes={A.deployment: "has enough"})
     assert [row.weight for row in pool.digest.replicas] == [1.0]
-    assert pool.core.notes == {A.model_hash: "has enough"}
+    assert pool.core.notes == {A.deployment: "has enough"}
 
 
 def test_the_journal_tells_of_a_transaction_before_its_commands() -> None:

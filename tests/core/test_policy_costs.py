@@ -30,7 +30,7 @@ class Sees:
         self.costs |= {model.record.name: model.record.costs for model in view.models.values()}
         self.memory |= {device.memory_bytes for device in view.devices.values()}
         actions = [
-            StartReplica(model.record.model_hash, (device.key,), "it waits")
+            StartReplica(model.record.deployment, (device.key,), "it waits")
             for model in view.models.values()
             for device in view.devices.values()
             if model.waiting and not model.replicas and device.free_planned_bytes >= model.record.budget_bytes

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from profiles.deployment import with_deployment
 from profiles.registry import SCHEMA_VERSION, Registry
 from subjects.errors import ConfigError
 from subjects.ids import ModelHash
@@ -30,7 +31,7 @@ for revision in range(1, 1_000_000):
 
 def record(name: str, *, revision: int = 1, model_hash: str = "ab" * 32) -> ModelRecord:
     """A record with every kind of column set."""
-    return ModelRecord(
+    made = ModelRecord(
         name=name,
         revision=revision,
         model_hash=ModelHash(model_hash),
@@ -46,6 +47,7 @@ def record(name: str, *, revision: int = 1, model_hash: str = "ab" * 32) -> Mode
         max_context_len=2048,
         tokenizer_hash="ef" * 32,
     )
+    return with_deployment(made)
 
 
 def test_put_get_list_delete(tmp_path: Path) -> None:

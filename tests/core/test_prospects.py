@@ -57,7 +57,7 @@ def past(forecaster: Forecaster, one: Model, begin_s: float, end_s: float, work:
     while now_s < end_s:
         rate_now = work(now_s)
         if rate_now:
-            forecaster.observe(now_s, (one.record.model_hash, 0), rate_now * LOOK_S, 1)
+            forecaster.observe(now_s, (one.record.deployment, 0), rate_now * LOOK_S, 1)
         forecaster.heard(now_s)
         now_s += LOOK_S
 
@@ -83,7 +83,7 @@ def test_a_model_that_rises_every_day_is_loaded_before_it_the_third_day(days: in
         return
     assert len(starts) == 2 and all("the forecast expects work of 1.3" in start.reason for start in starts)
     assert min(done.at_s for done in world.done) >= at_s - 125.0
-    note = [decision.notes[one.record.model_hash] for decision in world.decisions if decision.notes]
+    note = [decision.notes[one.record.deployment] for decision in world.decisions if decision.notes]
     assert note[-1].startswith("the forecast expects")
     served = len(world.of(one, ready=True))
     world.run(20.0)
@@ -113,7 +113,7 @@ def test_a_declared_event_is_loaded_for_beforehand_and_not_for_ever() -> None:
     world.run(60.0)
     assert world.starts() == []
     begin_s = world.now_s + 150.0
-    event = ExpectedLoad("sale", 1e9 + begin_s, 1e9 + begin_s + 60.0, launch.record.model_hash, factor=4.0)
+    event = ExpectedLoad("sale", 1e9 + begin_s, 1e9 + begin_s + 60.0, launch.record.deployment, factor=4.0)
     world.events = (event,)
     world.run(20.0)
     assert world.starts() == []
@@ -130,7 +130,7 @@ def test_a_declared_event_wakes_a_model_that_nobody_has_asked_for() -> None:
     """A nightly batch: work that people have promised counts though nothing was seen; withdrawn it is forgotten."""
     batch = model("8B", "batch", 0.0)
     world = ToldPool(Coordinator(), [batch], 4)
-    world.events = (ExpectedLoad("batch", 1060.0, 4000.0, batch.record.model_hash, at_least=1.6),)
+    world.events = (ExpectedLoad("batch", 1060.0, 4000.0, batch.record.deployment, at_least=1.6),)
     world.run(20.0)
     assert len(world.starts(batch)) == 3  # 1.6 and room, less what each replica's steps always take.
     world.run(60.0)
@@ -168,7 +168,7 @@ def test_lost_prefix_hits_grow_kv() -> None:
     grown = [done.action for done in world.done if done.at_s > begin_s and isinstance(done.action, ResizeReplicaKv)]
     assert grown == [ResizeReplicaKv(ReplicaId("one-0001"), int(before * 1.25), "prefix hits 50% are under 85%")]
     notes = [decision.notes for decision in world.decisions if decision.notes]
-    assert "a trigger asks for more KV: prefix hits 50%" in notes[-1][one.record.model_hash]
+    assert "a trigger asks for more KV: prefix hits 50%" in notes[-1][one.record.deployment]
 
 
 def test_a_locked_replica_is_left_alone_by_triggers() -> None:
@@ -190,7 +190,7 @@ def test_a_long_queue_with_lost_hits_loads_another_replica() -> None:
     world.there(late, 0, kv_gb=8.0)
     other = world.there(beside, 0, kv_gb=20.0)
     ratio = 0.8
-    world.says = lambda replica, view: replace(view, hit_ratio=ratio if replica.model == late.record.model_hash else None)
+    world.says = lambda replica, view: replace(view, hit_ratio=ratio if replica.model == late.record.deployment else None)
     world.run(40.0)
     begin_s = world.now_s
     ratio = 0.2
@@ -220,7 +220,7 @@ def test_steps_that_stall_beside_a_neighbour_bound_it() -> None:
 
     def says(replica: Replica, view: ReplicaView) -> ReplicaView:
         costs = world.model_of(replica).record.costs[KIND]
-        return replace(view, step_s=costs.step_const_s * (stalls if replica.model == slow.record.model_hash else 1.0))
+        return replace(view, step_s=costs.step_const_s * (stalls if replica.model == slow.record.deployment else 1.0))
 
     world.says = says
     world.there(slow, 0, kv_gb=10.0)

@@ -44,8 +44,8 @@ class Turns:
         if device is None:
             return Decision()
         stops = [StopReplica(r.replica, "its turn is over") for m in models if m is not model for r in m.replicas]
-        starts = [] if model.replicas else [StartReplica(model.record.model_hash, (device.key,), f"turn {self.turn}")]
-        return Decision(actions=(*stops[:1], *starts), notes={model.record.model_hash: f"turn {self.turn}"})
+        starts = [] if model.replicas else [StartReplica(model.record.deployment, (device.key,), f"turn {self.turn}")]
+        return Decision(actions=(*stops[:1], *starts), notes={model.record.deployment: f"turn {self.turn}"})
 
 
 def make_policy(name: str) -> Policy:

@@ -12,7 +12,7 @@ from broker.core.requests.core import RequestCore
 from broker.core.requests.events import NotStoredReason
 from broker.core.requests.live import TRANSITIONS, State
 from subjects.bus import Stored
-from subjects.ids import DeviceId, IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, IngressId, ModelHash, ModelKey, ReplicaId, RequestId, Tenant, WorkerId
 from subjects.messages import (
     Adapter,
     Cancel,
@@ -42,7 +42,8 @@ from subjects.messages import (
 )
 
 MODEL = ModelHash("ab" * 32)
-KEY = ModelKey(MODEL[:16])
+DEPLOYMENT = DeploymentKey("de" * 32)
+KEY = ModelKey(DEPLOYMENT[:16])
 R = RequestId("gw-1")
 HOLDER = ReplicaId("rep-a")
 OTHER = ReplicaId("rep-b")
@@ -142,6 +143,7 @@ def profile(**fields: Any) -> RequestProfile:
     """A profile with the fields that matter here."""
     given: dict[str, Any] = {
         "model_hash": MODEL,
+        "deployment": DEPLOYMENT,
         "endpoint": Endpoint.CHAT,
         "tenant": Tenant("t"),
         "max_tokens": 9,
@@ -206,7 +208,11 @@ NEW_QUEUE = e.QueueChecked(KEY, 2)
 NO_QUEUE = e.QueueChecked(KEY, None)
 HOLDER_DEAD = e.PoolChanged(PoolDigest(epoch=1, sequence=1, dead=(HOLDER,)))
 NO_FIT = e.PoolChanged(
-    PoolDigest(epoch=1, sequence=1, models=(PoolModel(model_hash=MODEL, name="m", refusal="too big", permanent=True),))
+    PoolDigest(
+        epoch=1,
+        sequence=1,
+        models=(PoolModel(model_hash=MODEL, deployment=DEPLOYMENT, name="m", refusal="too big", permanent=True),),
+    )
 )
 NO_ROOM = e.FramesReceived(Frames(replica=HOLDER, sequence=1, gone=(Gone(request=R, attempt=1, full=True),)))
 ROOM = e.FramesReceived(Frames(replica=OTHER, sequence=2, room=Room(hands=0, slots=1, pages=9, tokens=9)))
@@ -527,7 +533,12 @@ def test_nobody_is_parked_while_a_replica_is_not_known_yet() -> None:
     gateway = Gateway()
     gateway.knows(slots=0)
     other = PoolReplica(
-        replica=OTHER, model_hash=MODEL, worker=WorkerId("w"), device=DeviceId("d"), state=ReplicaState.READY
+        replica=OTHER,
+        model_hash=MODEL,
+        deployment=DEPLOYMENT,
+        worker=WorkerId("w"),
+        device=DeviceId("d"),
+        state=ReplicaState.READY,
     )
     gateway(e.PoolChanged(PoolDigest(epoch=1, sequence=1, replicas=(other,))))
     assert gateway.submit() == ["publish gw-1.1.1 to s for 20"]
@@ -810,7 +821,7 @@ def test_shutdown_ends_what_is_left_at_its_bound() -> None:
 def test_refused_clients_are_told_when_to_come_back() -> None:
     """The pool's estimate where there is one (PAINS L8)."""
     gateway = in_state(P)
-    estimate = PoolModel(model_hash=MODEL, name="m", estimated_wait_s=11.5)
+    estimate = PoolModel(model_hash=MODEL, deployment=DEPLOYMENT, name="m", estimated_wait_s=11.5)
     gateway(e.PoolChanged(PoolDigest(epoch=1, sequence=1, models=(estimate,))))
     (end,) = gateway.core.step(0.0, FULL)
     assert isinstance(end, e.EndRequest) and isinstance(end.outcome, e.Failed)

@@ -9,6 +9,7 @@ from broker.core.requests.live import State
 from subjects.ids import ReplicaId, RequestId
 from subjects.messages import Claim, FailureKind, PoolDigest, PoolModel, Sla, Usage
 from tests.core.test_requests import (
+    DEPLOYMENT,
     MODEL,
     OTHER,
     STORED,
@@ -160,7 +161,9 @@ def test_a_model_that_is_refused_ends_what_waits_and_not_what_runs() -> None:
     ):
         gateway = in_state(State.RUNNING)
         gateway.submit(RequestId("gw-2"))
-        word = PoolModel(model_hash=MODEL, name="m", refusal="no", permanent=permanent, retry_after_s=retry_after_s)
+        word = PoolModel(
+            model_hash=MODEL, deployment=DEPLOYMENT, name="m", refusal="no", permanent=permanent, retry_after_s=retry_after_s
+        )
         (end,) = gateway.core.step(0.0, e.PoolChanged(PoolDigest(epoch=1, sequence=1, models=(word,))))
         assert isinstance(end, e.EndRequest) and isinstance(end.outcome, e.Failed)
         assert (end.request, end.outcome.code, end.outcome.retry_after_s) == ("gw-2", code, told_s)

@@ -31,11 +31,11 @@ from broker.core.plan.signals import (
 from broker.core.plan.windows import READING_S, FairnessWatch, InRow
 from ops.simulator.probe import Progress, TwuMeter
 from profiles.twu import TokenWork, allowed_s, current_weights, default_weight, twu, twu_raw_s
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import SlaClass
 from workers.core.pulling import DEFAULT_WEIGHTS
 
-SMALL, MIDDLE, LARGE = ModelHash("1" * 64), ModelHash("2" * 64), ModelHash("3" * 64)
+SMALL, MIDDLE, LARGE = DeploymentKey("1" * 64), DeploymentKey("2" * 64), DeploymentKey("3" * 64)
 GB = 1_000_000_000
 
 

@@ -7,7 +7,7 @@ import pytest
 from broker.core.pool.catalogue import Catalogue, Model
 from broker.core.pool.describe import bytes_text, describe_need, load_s_guess, seconds_text
 from broker.core.requests.demand import DemandLedger
-from subjects.ids import DeviceId, ModelHash, RequestId, Tenant, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, RequestId, Tenant, WorkerId
 from subjects.messages import (
     Endpoint,
     Lane,
@@ -19,7 +19,7 @@ from subjects.messages import (
     RequestProfile,
     SlaClass,
 )
-from tests.core.scheduler_world import model_hash, record
+from tests.core.scheduler_world import deployment, model_hash, record
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -27,6 +27,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 def profile(model: str = "a", **fields: object) -> RequestProfile:
     """What a gateway knows of a request."""
     values: dict[str, object] = {
+        "deployment": deployment(model),
         "model_hash": model_hash(model),
         "endpoint": Endpoint.CHAT,
         "tenant": Tenant("t"),
@@ -42,7 +43,12 @@ def profile(model: str = "a", **fields: object) -> RequestProfile:
 
 def row(model: str = "a", **fields: object) -> ModelDemand:
     """What is told of it."""
-    values: dict[str, object] = {"model_hash": model_hash(model), "sla_class": SlaClass.SILVER, "lane": Lane.SMALL}
+    values: dict[str, object] = {
+        "deployment": deployment(model),
+        "model_hash": model_hash(model),
+        "sla_class": SlaClass.SILVER,
+        "lane": Lane.SMALL,
+    }
     return ModelDemand(**(values | fields))  # type: ignore[arg-type]  # tests name fields freely
 
 
@@ -126,7 +132,7 @@ def test_demand_is_told_apart_and_in_order() -> None:
         ledger.waits(one, RequestId("r"), 9.0)
     told = ledger.take(8.0)
     assert [one.oldest_wait_s for one in told] == [0.0] * 5
-    keys = [(one.model_hash, one.sla_class.value, one.lane.value, one.business_id) for one in told]
+    keys = [(one.deployment, one.sla_class.value, one.lane.value, one.business_id) for one in told]
     assert keys == sorted(keys) and len(set(keys)) == 5
 
 
@@ -165,28 +171,28 @@ def test_a_need_is_told_with_its_parts_and_a_first_guess() -> None:
 
 def test_names_of_one_hash_share_a_model() -> None:
     """The first name speaks; when it goes the next one does; what nobody applied has its hash for a name."""
-    shared = model_hash("x")
+    shared = deployment("x")
     catalogue = Catalogue()
     loaded = [catalogue.loaded]
-    catalogue.load([record("b", model_hash=shared), record("a", model_hash=shared), record("c")])
+    catalogue.load([record("b", deployment=shared), record("a", deployment=shared), record("c")])
     loaded.append(catalogue.loaded)
     assert loaded == [False, True]
     assert [one.name for one in catalogue.by_name()] == ["a", "b", "c"]
-    assert [one.name for one in catalogue.by_hash()] == ["a", "c"]
+    assert [one.name for one in catalogue.by_deployment()] == ["a", "c"]
     assert catalogue.name(shared) == "a"
     catalogue.remove("a")
     assert catalogue.name(shared) == "b"
     catalogue.remove("b")
     catalogue.remove("never there")
-    assert catalogue.of_hash(shared) is None
-    assert catalogue.name(ModelHash("0123456789abcdef" * 4)) == "0123456789abcdef"
+    assert catalogue.of_deployment(shared) is None
+    assert catalogue.name(DeploymentKey("0123456789abcdef" * 4)) == "0123456789abcdef"
 
 
 def test_a_new_record_forgets_failures_but_not_what_was_learnt() -> None:
     """A person who applies a model wants it tried again."""
     catalogue = Catalogue()
     catalogue.apply(record("a"))
-    model = catalogue.model(model_hash("a"))
+    model = catalogue.model(deployment("a"))
     model.failures, model.excuses, model.early_deaths = 3, 2, 1
     model.failure, model.retry_s, model.held_down, model.load_s = "broken", 99.0, True, 7.0
     model.failed_on = (WorkerId("w"), DeviceId("d"))

@@ -17,10 +17,10 @@ from broker.core.plan.triggers import (
     Triggers,
     actions,
 )
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import ReplicaState
 
-A, B, C = ModelHash("a" * 64), ModelHash("b" * 64), ModelHash("c" * 64)
+A, B, C = DeploymentKey("a" * 64), DeploymentKey("b" * 64), DeploymentKey("c" * 64)
 GPU = (WorkerId("w"), DeviceId("gpu0"))
 OTHER_GPU = (WorkerId("w"), DeviceId("gpu1"))
 CALM_A = EngineReading(ReplicaId("a-1"), A, (GPU,), 0, 0.95, 0.020, 0.019)
@@ -97,7 +97,7 @@ def view(reading: EngineReading, kv_bytes: int, slots: int = 16, stays: bool = F
     """A ready replica with so much KV."""
     return ReplicaView(
         reading.replica,
-        reading.model_hash,
+        reading.deployment,
         reading.devices,
         ReplicaState.READY,
         0.0,

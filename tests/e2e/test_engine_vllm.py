@@ -272,14 +272,8 @@ async def test_a_json_schema_is_obeyed(driver: Driver) -> None:
     "choice", ["required", {"type": "function", "function": {"name": "look_up"}}], ids=["required", "named"]
 )
 async def test_tool_calls_come_as_detail(driver: Driver, choice: Any) -> None:
-    """With a tool parser the calls are deltas of OpenAI's shape, their arguments whole and of the tool's schema."""
-    from workers.engines.vllm_openai import OpenAiLayer
-
-    engine = driver.engine
-    assert isinstance(engine, VllmEngine)
-    plain, vllm = engine._layer, engine._engine
-    record = replica_spec(engine._record.source, engine_options={"tool_call_parser": "hermes"}).record
-    engine._layer = OpenAiLayer(record, vllm.vllm_config, vllm.renderer, vllm.input_processor)
+    """For a name with a tool parser the calls are deltas of OpenAI's shape, their arguments whole and of the tool's schema.
+    The engine was started for a name without one, whose requests beside it have none."""
     parameters = {
         "type": "object",
         "properties": {"kind": {"enum": ["a", "b"]}},
@@ -287,11 +281,15 @@ async def test_tool_calls_come_as_detail(driver: Driver, choice: Any) -> None:
         "additionalProperties": False,
     }
     tool = {"type": "function", "function": {"name": "look_up", "parameters": parameters, "strict": True}}
-    try:
-        body = ask("Look it up", tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=200)
-        answer = await driver.ask(body)
-    finally:
-        engine._layer = plain
+    body = ask("Look it up", tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=200)
+    with_parser = driver.send(body, options={"tool_call_parser": "hermes"})
+    others: tuple[dict[str, str] | None, ...] = (None, {})
+    for options in others:
+        refused = (await driver.ask(body, options=options)).failure
+        assert refused is not None and refused.param == "tools"
+    unknown = (await driver.ask(body, options={"tool_call_parser": "nobodys"})).failure
+    assert unknown is not None and unknown.status == 500 and "parser" in unknown.message
+    answer = await driver.wait(with_parser)
     answer.check()
     calls = [call for detail in answer.details() for call in detail["tool_calls"]]
     assert [call["function"]["name"] for call in calls if call["function"].get("name")] == ["look_up"]

@@ -171,7 +171,7 @@ class GatewayNode(Actor):
         if ticket.publication > 1 and profile.sla_class is SlaClass.BATCH:
             self.world.happened("yielded")
         about = (ticket.request, ticket.attempt, ticket.publication)
-        subject = names.tickets(model_key(profile.model_hash), profile.sla_class, profile.lane, shards=1)
+        subject = names.tickets(model_key(profile.deployment), profile.sla_class, profile.lane, shards=1)
         reasons = {
             "full": req.NotStoredReason.QUEUE_FULL,
             "missing": req.NotStoredReason.QUEUE_MISSING,
@@ -419,7 +419,7 @@ class ReplicaNode(Actor):
                 assert_never(command)
 
     def _pull(self, command: rep.Pull) -> None:
-        subject = names.tickets(model_key(self.record.model_hash), command.sla_class, command.lane, shards=1)
+        subject = names.tickets(model_key(self.record.deployment), command.sla_class, command.lane, shards=1)
 
         def taken(queued: QueuedTicket, created: int) -> None:
             token = f"{self.name}/{len(self.world.tokens)}"
@@ -482,7 +482,7 @@ class ReplicaNode(Actor):
             return
         event = rep.PoolChanged(weights={})
         for model in digest.models:
-            if model.model_hash == self.record.model_hash:
+            if model.deployment == self.record.deployment:
                 event = rep.PoolChanged(weights={}, waiting=model.waiting_queues)
         if event != self._pool_event:
             self._pool_event = event

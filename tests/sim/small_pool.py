@@ -108,10 +108,10 @@ def start(model: SimModel, *numbers: int, kv_bytes: int | None = None, victims: 
         keys = list(view.devices)
         return (
             StartReplica(
-                model.model_hash,
+                model.deployment,
                 tuple(keys[number] for number in numbers),
                 "told to",
-                victims=tuple(view.models[victim.model_hash].replicas[0].replica for victim in victims),
+                victims=tuple(view.models[victim.deployment].replicas[0].replica for victim in victims),
                 kv_bytes=kv_bytes,
             ),
         )

@@ -32,14 +32,14 @@ def moving() -> Scripted:
     """Shares a device, moves a model, spans two devices, changes budgets: something of everything."""
 
     def squeeze(view: PoolView) -> tuple[Action, ...]:
-        replica = view.models[SMALL.model_hash].replicas[0].replica
+        replica = view.models[SMALL.deployment].replicas[0].replica
         return (
             ResizeReplicaKv(replica, 8 * GB, "told to"),
             SetReplicaConcurrency(replica, 16, "told to"),
         )
 
     def leave(view: PoolView) -> tuple[Action, ...]:
-        return (StopReplica(view.models[MIDDLE.model_hash].replicas[0].replica, "told to", interrupt=True),)
+        return (StopReplica(view.models[MIDDLE.deployment].replicas[0].replica, "told to", interrupt=True),)
 
     return Scripted(
         (0.0, start(SMALL, 0, kv_bytes=20 * GB)),
@@ -144,7 +144,7 @@ def test_a_replica_counts_from_its_load_to_the_end_of_its_process() -> None:
     """Loading from 1 s, drained from 8 s on: it holds its request until 9.8 s or so, and leaves 0.1 s later."""
 
     def stop(view: PoolView) -> tuple[Action, ...]:
-        return (StopReplica(view.models[MIDDLE.model_hash].replicas[0].replica, "told to"),)
+        return (StopReplica(view.models[MIDDLE.deployment].replicas[0].replica, "told to"),)
 
     workload = small_workload(given((7.0, 0, 10, 300)), models=(MIDDLE,), window=Window(0.0, 0.0, 20.0))
     done = run(workload, Scripted((1.0, start(MIDDLE, 0)), (8.0, stop)), 1, workload.windows[0], options=EXACT)
@@ -198,7 +198,7 @@ def test_who_is_interrupted_goes_on_with_the_tokens_already_sent() -> None:
     """The request goes back to its queue, is prefilled again with what was made, and its first token stays the first."""
 
     def leave(view: PoolView) -> tuple[Action, ...]:
-        return (StopReplica(view.models[MIDDLE.model_hash].replicas[0].replica, "told to", interrupt=True),)
+        return (StopReplica(view.models[MIDDLE.deployment].replicas[0].replica, "told to", interrupt=True),)
 
     window = Window(0.0, 0.0, 60.0)
     workload = small_workload(given((10.0, 0, 100, 400)), models=(MIDDLE,), devices=2, window=window)
@@ -292,13 +292,13 @@ def test_a_policy_sees_what_the_pool_told() -> None:
     workload = small_workload(given(*asks), models=(SMALL,), window=window)
     policy = Scripted((0.0, start(SMALL, 1, kv_bytes=10 * GB)))
     run(workload, policy, 1, window, options=EXACT)
-    arrivals = [view.models[SMALL.model_hash].arrivals for view in policy.views]
+    arrivals = [view.models[SMALL.deployment].arrivals for view in policy.views]
     assert [sum(counts) for counts in zip(*(a.requests for a in arrivals), strict=True)] == [1, 1, 1]
     assert sum(a.input_tokens[2] for a in arrivals) == 4000
-    (replica,) = policy.views[-1].models[SMALL.model_hash].replicas
+    (replica,) = policy.views[-1].models[SMALL.deployment].replicas
     assert replica.devices == (list(policy.views[-1].devices)[1],)
     assert (replica.kv_bytes, replica.kv_pages) == (10 * GB, 10 * GB // (131_072 * 16))
-    assert sum(view.models[SMALL.model_hash].within_slo for view in policy.views) == 3
+    assert sum(view.models[SMALL.deployment].within_slo for view in policy.views) == 3
     busy_s = [device.busy_s for device in policy.views[-1].devices.values()]
     assert busy_s[1] > 0.1
     assert busy_s[0] == 0.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from broker.core.pool import events as sch
 from broker.core.requests import events as req
 from subjects.codec import decode
-from subjects.ids import IngressId, ModelHash, OperationId, ReplicaId, RequestId, Tenant, WorkerId, base_name
+from subjects.ids import DeploymentKey, IngressId, ModelHash, OperationId, ReplicaId, RequestId, Tenant, WorkerId, base_name
 from subjects.messages import (
     LANE_PAGES_MAX,
     Delta,
@@ -138,7 +138,7 @@ class Client:
 
     request: RequestId
     gateway: IngressId
-    model: ModelHash
+    model: DeploymentKey
     tokens: int
     choices: int
     submitted_s: float
@@ -181,7 +181,7 @@ class World:
         self._requests = 0
         self._epoch = 0
         self._slow_factor = 1.0
-        self._failing: set[ModelHash] = set()
+        self._failing: set[DeploymentKey] = set()
         self._engine_deaths_left = 0
         self._kill_claimers_left = 0
         self._resigned = False
@@ -200,7 +200,8 @@ class World:
         units = 2 if self.options.device_units > 2 and index == 0 else 1
         return ModelRecord(
             name=f"model{index}",
-            model_hash=ModelHash(f"{index + 1:064x}"),
+            model_hash=ModelHash(f"{index + 1:063x}a"),
+            deployment=DeploymentKey(f"{index + 1:064x}"),
             weights_hash="",
             engine_type=EngineType.SIMULATED,
             source="",
@@ -230,7 +231,7 @@ class World:
         )
         if self._slow_factor > 1:
             self.happened("load-slow")
-        if record.model_hash in self._failing:
+        if record.deployment in self._failing:
             self.happened("load-failed")
             return replace(profile, load_fails=True)
         if self._engine_deaths_left > 0:
@@ -386,6 +387,7 @@ class World:
         body = json.dumps(fields).encode()
         profile = RequestProfile(
             model_hash=model.model_hash,
+            deployment=model.deployment,
             endpoint=Endpoint.CHAT,
             tenant=Tenant("t"),
             sla_class=sla_class,
@@ -402,7 +404,7 @@ class World:
         client = Client(
             request=request,
             gateway=gateway.ingress,
-            model=model.model_hash,
+            model=model.deployment,
             tokens=tokens,
             choices=choices,
             submitted_s=now_s,
@@ -432,7 +434,7 @@ class World:
             return
         state = gateway.core.state_of(client.request)
         self.happened("client-left-running" if client.starts else "client-left-waiting")
-        if not any(node.record.model_hash == client.model and node.serving for node in self.replicas.values()):
+        if not any(node.record.deployment == client.model and node.serving for node in self.replicas.values()):
             self.happened("client-left-while-waking")
         assert state is not None
         # Noted first: a core that forgets nothing would otherwise end the request before the world knows why.
@@ -610,7 +612,7 @@ class World:
         self.clock.call_later(for_s, self.net.come_up)
 
     def _fail_loads(self) -> None:
-        failing = self.draw.choice(self.records).model_hash
+        failing = self.draw.choice(self.records).deployment
         self._failing.add(failing)
         self.clock.call_later(self.draw.uniform(3.0, 10.0), lambda: self._failing.discard(failing))
 
@@ -649,8 +651,8 @@ class World:
 
     def _leave_cold_model(self) -> None:
         """Several clients wake one model, and some of them leave while it wakes (B1)."""
-        served = {node.record.model_hash for node in self.replicas.values()}
-        cold = [record for record in self.records if record.model_hash not in served] or self.records
+        served = {node.record.deployment for node in self.replicas.values()}
+        cold = [record for record in self.records if record.deployment not in served] or self.records
         model = self.draw.choice(cold)
         for index in range(4):
             client = self.submit(model, tokens=5, pages=8)

@@ -19,6 +19,7 @@ from broker.gateway.gateway import Gateway, GatewayOptions
 from broker.gateway.keys import ApiKeys
 from broker.gateway.nats_ingress import NatsIngress
 from broker.http.server import HttpServer
+from profiles.deployment import with_deployment
 from subjects import names
 from subjects.bus import BusMessage, QueuedTicket
 from subjects.codec import decode, encode
@@ -74,7 +75,7 @@ def record(name: str = "", **fields: Any) -> ModelRecord:
         "budget_bytes": 1 << 21,
         "max_context_len": 2048,
     }
-    return ModelRecord(**(given | fields))
+    return with_deployment(ModelRecord(**(given | fields)))
 
 
 # -------------------------------------------------------------------------------------------------------------- replicas
@@ -194,7 +195,7 @@ class ScriptedReplica:
         def on_expired(credits: int) -> None:
             done.set()
 
-        key = model_key(self.model.model_hash)
+        key = model_key(self.model.deployment)
         puller = await self._bus.open_puller(key, sla_class, lane, on_ticket=on_ticket, on_expired=on_expired)
         self._stack.push_async_callback(puller.stop)
         while True:
@@ -254,6 +255,7 @@ class ScriptedReplica:
             cache_salt=parts[0].cache_salt,
             max_tokens=parts[0].max_tokens,
             adapter=parts[0].adapter,
+            options=parts[0].options,
         )
 
     async def send_frames(self, ticket: Ticket, deltas: Sequence[Delta], gone: Sequence[Gone] = ()) -> None:
@@ -386,6 +388,7 @@ class Pool:
                 PoolReplica(
                     replica=ReplicaId(incarnated("listed")),
                     model_hash=one.model_hash,
+                    deployment=one.deployment,
                     worker=WorkerId("w-1"),
                     device=DeviceId("cpu0"),
                     state=ReplicaState.READY,

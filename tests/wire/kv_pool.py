@@ -164,6 +164,7 @@ async def tell_pool(pool: Pool, *places: tuple[ReplicaId, WorkerId], model: Mode
             PoolReplica(
                 replica=replica,
                 model_hash=model.model_hash,
+                deployment=model.deployment,
                 worker=worker,
                 device=DeviceId("cpu0"),
                 state=ReplicaState.READY,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from profiles.deployment import with_deployment
 from subjects import names
 from subjects.bus import Bus, BusMessage
 from subjects.codec import decode, encode
@@ -71,7 +72,7 @@ def simulated_record(**options: str | int | float | bool) -> ModelRecord:
         "step_context_token_s": 0.0,
         "kv_pages": 4096,
     }
-    return ModelRecord(
+    record = ModelRecord(
         name="sim",
         model_hash=ModelHash(next(MODEL_HASHES)),
         weights_hash="",
@@ -84,6 +85,7 @@ def simulated_record(**options: str | int | float | bool) -> ModelRecord:
         max_context_len=400_000,
         engine_options={**timing, **options},
     )
+    return with_deployment(record)
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class ScriptedGateway:
         ).encode()
         profile = RequestProfile(
             model_hash=self.record.model_hash,
+            deployment=self.record.deployment,
             endpoint=Endpoint.CHAT,
             stream=True,
             tenant=Tenant("test"),
@@ -182,7 +185,7 @@ class ScriptedGateway:
         """Puts the ticket on the work-queue."""
         profile = self.answers[request].profile
         await self.bus.queue_publish(
-            model_key(profile.model_hash),
+            model_key(profile.deployment),
             SlaClass.SILVER,
             profile.lane,
             encode(self.ticket(request, publication)),

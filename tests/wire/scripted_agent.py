@@ -137,6 +137,7 @@ class ScriptedAgent:
         self.replicas[replica] = ReplicaReport(
             replica=replica,
             model_hash=command.record.model_hash,
+            deployment=command.record.deployment,
             device=command.device,
             state=state,
             budget_bytes=command.record.budget_bytes,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from subjects import codec, messages
 from subjects.errors import DecodeError
-from subjects.ids import IngressId, ModelHash, RequestId, Tenant
+from subjects.ids import DeploymentKey, IngressId, ModelHash, RequestId, Tenant
 from subjects.messages import (
     Alert,
     Endpoint,
@@ -102,6 +102,7 @@ def test_a_ticket_stays_small() -> None:
     """Under 1 KiB with every name as long as names may be and every number wide."""
     profile = RequestProfile(
         model_hash=ModelHash("f" * 64),
+        deployment=DeploymentKey("d" * 64),
         endpoint=Endpoint.COMPLETIONS,
         tenant=Tenant("t" * 32),
         sla_class=SlaClass.SILVER,
@@ -230,6 +231,27 @@ def test_an_id_that_is_no_subject_token_is_a_decode_error(name: str) -> None:
             holder[last] = text
             with pytest.raises(DecodeError):
                 codec.decode(msgspec.msgpack.encode(message), KINDS[name])
+
+
+WITH_DEPLOYMENT = sorted(name for name, kind in KINDS.items() if {"deployment", "model_hash"} <= {*kind.__struct_fields__})
+
+
+@pytest.mark.parametrize("name", WITH_DEPLOYMENT)
+def test_a_deployment_is_empty_in_frozen_bytes_and_else_a_hash(name: str) -> None:
+    """Frozen messages are older than it. Whoever gets one that is no hash would make a subject of it."""
+    assert codec.decode(FROZEN[name], KINDS[name]).deployment == ""  # type: ignore[attr-defined]
+    full = golden.filled(KINDS[name])
+    encoded = codec.encode(full)
+    assert len(full.deployment) == 64 and codec.decode(encoded, KINDS[name]) == full
+    for text in ("a" * 63, "A" * 64, "g" * 64, "a" * 64 + "\n", *NO_TOKENS[1:]):
+        with pytest.raises(DecodeError):
+            codec.decode(msgspec.msgpack.encode(raw(encoded) | {"deployment": text}), KINDS[name])
+
+
+def test_the_messages_that_name_a_deployment() -> None:
+    """Requests, digest rows, telemetry rows and records."""
+    rows = ["ModelDemand", "ModelRecord", "PoolModel", "PoolReplica", "ReplicaReport", "RequestProfile"]
+    assert ["CostsMeasured", *rows] == WITH_DEPLOYMENT
 
 
 @pytest.mark.parametrize("name", sorted(FROZEN))

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from subjects.errors import DecodeError
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, ReplicaId, WorkerId
 from subjects.messages import ModelRecord, ReplicaState
 from workers import control
 from workers.control import (
@@ -46,6 +46,7 @@ SPEC = ReplicaSpec(
     device=DeviceId("cpu0"),
     record=ModelRecord(
         name="m",
+        deployment=DeploymentKey("a" * 64),
         model_hash=ModelHash("a" * 64),
         weights_hash="b" * 64,
         source="",

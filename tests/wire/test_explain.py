@@ -22,7 +22,7 @@ from subjects.codec import encode
 from subjects.ids import IngressId, ReplicaId, RequestId
 from subjects.messages import Endpoint, Lane, RequestProfile, RequestStory, SlaClass
 from subjects.nats.bus import NatsBus
-from tests.core.scheduler_world import model_hash, record
+from tests.core.scheduler_world import deployment, model_hash, record
 from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.test_scheduler import QUICK, rig_on
@@ -80,6 +80,7 @@ async def test_a_model_a_scale_action_and_a_request_are_explained(nats_server: N
         recent = RecentRequests()
         request = RequestId("gateway-0123456789-3")
         profile = RequestProfile(
+            deployment=deployment("b"),
             model_hash=model_hash("b"),
             endpoint=Endpoint.CHAT,
             tenant="t",  # type: ignore[arg-type]
@@ -182,6 +183,7 @@ def test_a_gateway_remembers_numbers_of_its_requests() -> None:
     recent = RecentRequests(ended_max=2)
     profile = msgspec.convert(
         {
+            "deployment": deployment("m"),
             "model_hash": model_hash("m"),
             "endpoint": "chat",
             "tenant": "t",

@@ -64,7 +64,7 @@ async def test_each_name_goes_to_the_bases_replicas_with_its_adapter(pool: Pool)
         assert response.headers["x-carpool-model"] == says
         assert "x-carpool-degraded-from" not in response.headers
         assert replica.tickets[-1].profile.adapter == adapter
-    assert {ticket.profile.model_hash for ticket in replica.tickets} == {model.model_hash}
+    assert {ticket.profile.deployment for ticket in replica.tickets} == {model.deployment}
     assert [run.grant.adapter for run in replica.runs[:4]] == [None, SQL, SQL, LAW]
     both = await pool.chat("sql", adapter="law")
     assert (both.status_code, both.json()["error"]["param"]) == (400, "adapter")

@@ -50,7 +50,7 @@ async def test_a_cold_model_holds_its_requests(pool: Pool) -> None:
     waiting = [asyncio.ensure_future(pool.chat(model.name)) for _ in range(3)]
     await until(
         lambda: any(
-            entry.model_hash == model.model_hash and entry.waiting == 3 for one in pool.telemetry for entry in one.demand
+            entry.deployment == model.deployment and entry.waiting == 3 for one in pool.telemetry for entry in one.demand
         ),
         "the telemetry has three waiting",
     )
@@ -195,7 +195,9 @@ async def test_a_model_degrades_to_its_fallback(pool: Pool) -> None:
     assert waited.status_code == 200, waited.text
     assert waited.headers["x-carpool-degraded-from"] == large.name
     assert waited.headers["x-carpool-model"] == waited.json()["model"] == small.name
-    refusal = PoolModel(model_hash=large.model_hash, name=large.name, refusal="needs 9 GiB of 4", permanent=True)
+    refusal = PoolModel(
+        model_hash=large.model_hash, deployment=large.deployment, name=large.name, refusal="needs 9 GiB of 4", permanent=True
+    )
     await pool.publish_digest(models=[refusal])
     at_once = await pool.chat(large.name)
     assert (at_once.status_code, at_once.headers["x-carpool-degraded-from"]) == (200, large.name)
@@ -228,7 +230,12 @@ async def test_what_cannot_come_up_fails_at_once(pool: Pool, permanent: bool, re
     waiting = asyncio.ensure_future(pool.chat(model.name))
     await until(lambda: pool.tickets, "one waits")
     word = PoolModel(
-        model_hash=model.model_hash, name=model.name, refusal="needs 9 GiB, has 4", permanent=permanent, retry_after_s=7
+        model_hash=model.model_hash,
+        deployment=model.deployment,
+        name=model.name,
+        refusal="needs 9 GiB, has 4",
+        permanent=permanent,
+        retry_after_s=7,
     )
     await pool.publish_digest(models=[word])
     for response in (await pool.chat(model.name), await waiting):
@@ -338,7 +345,7 @@ async def test_the_profile_in_the_ticket(pool: Pool) -> None:
     profile = replica.tickets[0].profile
     assert (profile.max_tokens, profile.temperature, profile.stop_count) == (33, 0.5, 2)
     assert (profile.business_id, profile.chain_id, profile.environment) == ("shop", "c-1", "test")
-    assert (profile.kind.value, profile.tenant, profile.model_hash) == ("load-test", "default", model.model_hash)
+    assert (profile.kind.value, profile.tenant, profile.deployment) == ("load-test", "default", model.deployment)
     assert profile.input_tokens > 20 and profile.kv_pages_needed >= 1
     assert "canary" not in repr(replica.tickets[0])
 

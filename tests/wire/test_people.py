@@ -129,9 +129,9 @@ async def test_a_mode_is_set_and_taken_back(nats_server: NatsServer, tmp_path: P
         scheduler = await led(rig)
         await rig.apply(record("a"))
         assert (await rig.control("mode", {"model": "a", "mode": "advise"}))["mode"] == "advise"
-        assert scheduler.core.catalogue.mode(record("a").model_hash).value == "advise"
+        assert scheduler.core.catalogue.mode(record("a").deployment).value == "advise"
         assert (await rig.control("mode", {"model": "a", "mode": "default"}))["mode"] == "act"
-        assert scheduler.core.catalogue.mode(record("a").model_hash).value == "act"
+        assert scheduler.core.catalogue.mode(record("a").deployment).value == "act"
         await rig.control("lock", {"model": "a"})
         await rig.control("delete", {"model": "a"})
         assert scheduler.overrides.known.entries == ()
@@ -203,7 +203,7 @@ async def test_locks_outlive_the_bus_the_scheduler_and_each_other(nats_server: N
         await rig.end(first)
         second = await led(rig, "another")  # with an empty state directory of its own
         assert second.overrides.known == wanted
-        assert second.core.catalogue.locked(record("a").model_hash)
+        assert second.core.catalogue.locked(record("a").deployment)
         await rig.end(second)
         await rig.bus.kv_delete(names.LOCKS_BUCKET, "overrides")
         third = await led(rig, "another")

@@ -448,7 +448,7 @@ async def test_hostile_bytes_do_no_harm(stage: Stage) -> None:
     for subject in (names.run(agent.spec.replica), names.back(agent.spec.replica), names.POOL):
         for junk in (b"", b"\xc1" * 100, b"\x80\x04pickle", b"\x91" * 10_000):
             await stage.bus.publish(subject, junk)
-    key = model_key(record.model_hash)
+    key = model_key(record.deployment)
     await stage.bus.queue_publish(key, SlaClass.SILVER, Lane.SMALL, b"\xc1", message_id="junk", ttl_s=60)
     request, answer = await gateway.submit(tokens=5)
     await until(lambda: answer.end is not None)

@@ -76,6 +76,7 @@ class Rig:
             self._sequence += 1
             demand = tuple(
                 ModelDemand(
+                    deployment=record(name).deployment,
                     model_hash=record(name).model_hash,
                     sla_class=SlaClass.SILVER,
                     lane=Lane.SMALL,

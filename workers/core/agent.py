@@ -217,6 +217,7 @@ class AgentCore:
         return ReplicaReport(
             replica=replica.replica,
             model_hash=replica.record.model_hash,
+            deployment=replica.record.deployment,
             device=replica.device,
             state=replica.state,
             budget_bytes=self._ledger.charge_of(replica.replica, replica.device),
@@ -671,6 +672,7 @@ class AgentCore:
             worker=self._settings.worker,
             replica=replica.replica,
             model_hash=replica.record.model_hash,
+            deployment=replica.record.deployment,
             device_type=kind,
             engine=engine_name(replica.record.engine_type, version),
             points=tuple(msgspec.structs.replace(point, beside=beside) for point in message.points),

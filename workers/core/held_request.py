@@ -109,6 +109,7 @@ class HeldRequest:
             cache_salt=first.cache_salt,
             max_tokens=first.max_tokens,
             adapter=first.adapter,
+            options=first.options,
         )
 
     def fault_of(self, delta: Delta) -> str:

@@ -7,7 +7,7 @@ loop. Its own threads stay behind it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,6 +53,8 @@ class EngineRequest:
     max_tokens: int = 0
     adapter: Adapter | None = None
     """The LoRA adapter that answers; None: the base model."""
+    options: Mapping[str, str | int | float | bool] | None = None
+    """How its answer is parsed (``profiles.deployment.PARSING_OPTIONS``); None: as the model's record has it."""
     tenant: str = ""
     sla_class: SlaClass = SlaClass.SILVER
     chain_id: str = ""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from tokenizers.decoders import DecodeStream
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionNamedToolChoiceParam,
@@ -33,6 +34,8 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from profiles.costs import chunk_tokens
+from profiles.deployment import PARSING_OPTIONS, parses_with, runs_with
+from profiles.hashing import canonical_json
 from profiles.tokenizer import DEFAULT_CHAT_TEMPLATE
 from subjects.errors import EngineError
 from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Task, Usage
@@ -47,7 +50,7 @@ TOOL_STRICT_LEVEL = "parameter"
 """Forced arguments follow each tool's schema. Under vLLM's own ``auto`` they do so only for a tool that says ``strict``: for
 others ``required`` lets any JSON through, and small models answer with a bare string or null where an object is due."""
 WITHHELD_ARGUMENTS = ("kv_transfer_params", "ec_transfer_params")
-_LAYER_OPTIONS = ("chat_template", "tool_call_parser", "tool_strict_level", "reasoning_parser")
+_LAYER_OPTIONS = ("chat_template", *PARSING_OPTIONS)
 
 
 def engine_arguments(record: ModelRecord) -> dict[str, Any]:
@@ -129,7 +132,8 @@ class Rendered:
 
 
 class OpenAiLayer:
-    """Render and derender for one started model.
+    """Render and derender for one started model, with the parsers of one of its names; :meth:`render` finds those of the
+    name that a request is for.
 
     Options of the record: ``chat_template`` and vLLM's ``tool_call_parser``, ``tool_strict_level`` (``auto``, ``function``;
     absent: ``parameter``) and ``reasoning_parser``.
@@ -147,6 +151,14 @@ class OpenAiLayer:
         tool_parser = record.engine_options.get("tool_call_parser") or None
         self.model_config = model_config
         self.tokenizer = tokenizer
+        self._parses = parses_with(record.engine_options)
+        self._others: dict[str, OpenAiLayer] = {}
+
+        def with_parsers(options: Mapping[str, str | int | float | bool]) -> OpenAiLayer:
+            changed = msgspec.structs.replace(record, engine_options=runs_with(record.engine_options) | dict(options))
+            return OpenAiLayer(changed, vllm_config, renderer, input_processor)
+
+        self._with_parsers = with_parsers
         tools = {
             "enable_auto_tools": tool_parser is not None,
             "tool_parser": tool_parser,
@@ -174,13 +186,26 @@ class OpenAiLayer:
         """
         if request.endpoint is Endpoint.EMBEDDINGS:
             raise Refused(bad_request("this engine makes no embeddings", "model"))
+        layer = self._parsing(request)
         chat = request.endpoint is Endpoint.CHAT
         try:
-            return Answer(self, await (self._render_chat if chat else self._render_completion)(request))
+            return Answer(layer, await (layer._render_chat if chat else layer._render_completion)(request))
         except Refused:
             raise
         except Exception as error:
             raise Refused(refusal(error, request)) from None
+
+    def _parsing(self, request: EngineRequest) -> OpenAiLayer:
+        """The layer with the parsers that this request's name has; the names that share a replica are few."""
+        if request.options is None or request.options == self._parses:
+            return self
+        key = canonical_json(request.options)
+        try:
+            if key not in self._others:
+                self._others[key] = self._with_parsers(request.options)
+            return self._others[key]
+        except EngineError as error:
+            raise Refused(Failure(kind=FailureKind.BAD_REQUEST, message=str(error), status=500)) from None
 
     async def _render_chat(self, request: EngineRequest) -> Rendered:
         body = ChatCompletionRequest.model_validate_json(request.body)

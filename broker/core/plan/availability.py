@@ -12,7 +12,7 @@ from broker.core.pool.describe import bytes_text, describe_need, load_s_guess
 from broker.core.pool.events import SchedulerSettings
 from broker.core.pool.state import Device, Pool, Presence
 from broker.core.pool.transactions import Stage, Transactions
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import EngineType, Mode, ModelRecord
 
 
@@ -45,19 +45,19 @@ class Availability:
         self._catalogue = catalogue
         self._feasibility = feasibility
         self._transactions = transactions
-        self._no_worker_since_s: dict[ModelHash, float] = {}
+        self._no_worker_since_s: dict[DeploymentKey, float] = {}
         self._layout = -1
         self._running_engine: dict[EngineType, list[Device]] = {}
 
     def outlook(self, now_s: float, record: ModelRecord) -> Outlook:
         """What to tell about a model."""
-        model = self._catalogue.model(record.model_hash)
-        if self._pool.open_replicas(record.model_hash):
+        model = self._catalogue.model(record.deployment)
+        if self._pool.open_replicas(record.deployment):
             return Outlook()
         load_s = model.load_s if model.load_s is not None else load_s_guess(record)
-        if self._pool.coming_replicas(record.model_hash):
-            return Outlook(estimated_wait_s=self._coming_wait_s(now_s, record.model_hash, load_s))
-        mode = self._catalogue.mode(record.model_hash)
+        if self._pool.coming_replicas(record.deployment):
+            return Outlook(estimated_wait_s=self._coming_wait_s(now_s, record.deployment, load_s))
+        mode = self._catalogue.mode(record.deployment)
         if mode is not Mode.ACT:
             text = f"not loaded, and nothing is loaded by itself in its mode {mode.value} (carpool mode {record.name} act)"
             return Outlook(refusal=text, retry_after_s=30)
@@ -76,9 +76,9 @@ class Availability:
         idle = self._idle(record, now_s)
         return Outlook(estimated_wait_s=load_s + (0.0 if idle else TURN_S))
 
-    def _coming_wait_s(self, now_s: float, model_hash: ModelHash, load_s: float) -> float:
+    def _coming_wait_s(self, now_s: float, deployment: DeploymentKey, load_s: float) -> float:
         for transaction in self._transactions.running.values():
-            if transaction.record is not None and transaction.record.model_hash == model_hash:
+            if transaction.record is not None and transaction.record.deployment == deployment:
                 begun_s = transaction.load_begun_s if transaction.stage is Stage.LOADING else now_s
                 return max(0.5, load_s - (now_s - begun_s))
         return load_s
@@ -100,8 +100,8 @@ class Availability:
                     replica
                     for replica in self._pool.room(device).replicas
                     if not feasibility.leave_refusal(replica)
-                    and not feasibility.demand(replica.report.model_hash).any
-                    and max(replica.last_used_s, catalogue.model(replica.report.model_hash).last_used_s) <= since_s
+                    and not feasibility.demand(replica.report.deployment).any
+                    and max(replica.last_used_s, catalogue.model(replica.report.deployment).last_used_s) <= since_s
                 ]
                 ready += feasibility.block_bytes(device, idle) >= record.budget_bytes
             if ready >= record.gpus:
@@ -124,11 +124,11 @@ class Availability:
         known = self._known(record)
         if not any(device.worker.presence is not Presence.DEAD for device in known):
             # By the clock of what could be heard: while we are paused or the bus is away, nobody's absence shows.
-            since_s = self._no_worker_since_s.setdefault(record.model_hash, self._pool.heard_s)
+            since_s = self._no_worker_since_s.setdefault(record.deployment, self._pool.heard_s)
             if self._pool.heard_s - since_s < self._settings.worker_missing_s:
                 return None
             return Outlook(refusal=f"no connected worker runs the engine {record.engine_type.value}", retry_after_s=5)
-        self._no_worker_since_s.pop(record.model_hash, None)
+        self._no_worker_since_s.pop(record.deployment, None)
         groups = self._feasibility.groups(record)
         if not groups:
             return self._too_big(record, known)
@@ -141,10 +141,10 @@ class Availability:
                 return None
             blocked += held
         holders = {
-            self._catalogue.name(model_hash)
+            self._catalogue.name(deployment)
             for device in blocked
-            for model_hash in self._pool.room(device).models
-            if self._feasibility.holds(model_hash)
+            for deployment in self._pool.room(device).models
+            if self._feasibility.holds(deployment)
         }
         text = f"no capacity, pinned: needs {describe_need(record)}; pinned models or minimum replicas hold the room"
         return Outlook(refusal=f"{text} ({', '.join(sorted(holders))})", retry_after_s=30)

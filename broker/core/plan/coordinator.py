@@ -37,7 +37,7 @@ from broker.core.plan.problem import Block, Need, Prices, Problem, Site
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
 from broker.core.plan.turns import IDLE_HALF_S, IDLE_PRICE, TURN_S, Turns
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 
 VALUES = {SlaClass.GOLD: 3000.0, SlaClass.SILVER: 1000.0, SlaClass.BRONZE: 300.0, SlaClass.BATCH: 50.0}
@@ -148,22 +148,22 @@ class Coordinator:
         self._spares = Spares()
         self._spare_places: list[tuple[int, tuple[int, ...]]] = []
         """Where those that were asked for at the last look will be."""
-        self._rush_s: dict[ModelHash, float] = {}
+        self._rush_s: dict[DeploymentKey, float] = {}
         """Models in a rush, and when they last needed their spares."""
         self._told: dict[ReplicaId, float] = {}
         """Routing weights as last told."""
-        self._seen: tuple[tuple[tuple[ReplicaId, ReplicaState], ...], tuple[ModelHash, ...]] = ((), ())
+        self._seen: tuple[tuple[tuple[ReplicaId, ReplicaState], ...], tuple[DeploymentKey, ...]] = ((), ())
         """Replicas and models of the last look; ``_capacity`` is of these models."""
-        self._helpless: dict[ModelHash, float] = {}
+        self._helpless: dict[DeploymentKey, float] = {}
         """Whom the last looks could not help, and what they lacked: others are looked at more often."""
-        self._relief_s: dict[ModelHash, float] = {}
+        self._relief_s: dict[DeploymentKey, float] = {}
         """When relief was last looked for."""
         self._trimmed = 0
         """Where trimming goes on."""
         self._capacity: list[float] = []
         self._speed: list[float] = []
         """By model: share of devices that its ready replicas of the plan have."""
-        self._shares: dict[ModelHash, float] = {}
+        self._shares: dict[DeploymentKey, float] = {}
         """By model: what each of them has on average."""
         self._turn = 0
         self._calm_s = -math.inf
@@ -191,7 +191,7 @@ class Coordinator:
         s = self.settings
         seen = (
             tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
-            tuple([model.record.model_hash for model, _ in pairs]),
+            tuple([model.record.deployment for model, _ in pairs]),
         )
         due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
         starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= s.needs.late_s) for model, _ in pairs)
@@ -277,7 +277,7 @@ class Coordinator:
             lack_none = 1.0 + (turn_s if model.replicas else model.oldest_wait_s) / s.urgency_s
         kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas) if alive else 0.0
         return Need(
-            model=record.model_hash,
+            model=record.deployment,
             load=self._at_least(need.load) if alive else 0.0,
             load_keep=need.load_keep if alive else 0.0,
             bytes_min=fixed_bytes(record) + -(-kv_min // record.gpus),
@@ -324,10 +324,10 @@ class Coordinator:
         trials_max = self._trials_max(look)
         search = Search(layout, trials_max)
         there = set(layout.blocks)
-        hashes = [model.record.model_hash for model in look.models]
+        deployments = [model.record.deployment for model in look.models]
         if routine:
             self._helpless = {}
-        known = [self._helpless.get(key, -1.0) for key in hashes]
+        known = [self._helpless.get(key, -1.0) for key in deployments]
         auction = Turns(look, layout, max(VALUES.values()))
         overdue = auction.overdue()
         search.grow(only=overdue)
@@ -336,7 +336,7 @@ class Coordinator:
             only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + LACK_GROWN],
             shut=auction.claimed(),
         )
-        self._helpless.update((hashes[index], layout.lack(index)) for index in search.helpless)
+        self._helpless.update((deployments[index], layout.lack(index)) for index in search.helpless)
         layout = self._turns(look, layout, auction)
         enough = set(layout.blocks) == there
         why = "the rest carries it"
@@ -549,7 +549,7 @@ class Coordinator:
         view = look.replicas[replica]
         if look.now_s - self._closed.get(replica, look.now_s) >= self.settings.drain_s or not view.running:
             return True
-        index = next(i for i, model in enumerate(look.models) if model.record.model_hash == view.model_hash)
+        index = next(i for i, model in enumerate(look.models) if model.record.deployment == view.deployment)
         need = look.needs[index]
         again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
         closed_s = look.now_s - self._closed.get(replica, look.now_s)
@@ -570,7 +570,7 @@ class Coordinator:
         for replica, block in kept.items():
             counts[block.need] += look.ready(replica)
         self._shares = {
-            model.record.model_hash: speed / count
+            model.record.deployment: speed / count
             for model, speed, count in zip(look.models, self._speed, counts, strict=True)
             if count
         }
@@ -589,16 +589,16 @@ class Coordinator:
         if not self._spares.kept:
             return weights
         for model, need, speed in zip(models, needs, self._speed, strict=True):
-            model_hash = model.record.model_hash
+            deployment = model.record.deployment
             have = speed * need.burst_share
             rush = not have or need.waiting_s > 0.25 * have or need.fast > 0.95 * have
-            if rush or (model_hash in self._rush_s and (need.waiting_s > 0 or need.fast > 0.8 * have)):
-                self._rush_s[model_hash] = now_s
-            elif now_s - self._rush_s.get(model_hash, -math.inf) > 1.0:
-                self._rush_s.pop(model_hash, None)
+            if rush or (deployment in self._rush_s and (need.waiting_s > 0 or need.fast > 0.8 * have)):
+                self._rush_s[deployment] = now_s
+            elif now_s - self._rush_s.get(deployment, -math.inf) > 1.0:
+                self._rush_s.pop(deployment, None)
             for view in model.replicas:
                 if view.replica in self._spares.kept and model.may_act:
-                    weights[view.replica] = 0.5 if model_hash in self._rush_s else 0.0
+                    weights[view.replica] = 0.5 if deployment in self._rush_s else 0.0
         return self._changed(weights)
 
     def _changed(self, weights: dict[ReplicaId, float]) -> dict[ReplicaId, float]:

@@ -19,7 +19,7 @@ import msgspec
 from broker.core.pool.state import Device, Pool
 from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
 from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import (
     CostPoint,
     CostsMeasured,
@@ -72,11 +72,6 @@ class Source(Enum):
 
 Key = tuple[str, str, int]
 """Deployment, kind of device, devices of a replica."""
-
-
-def deployment_of(record: ModelRecord) -> str:
-    """What costs are kept for."""
-    return record.model_hash
 
 
 @dataclass(slots=True)
@@ -136,10 +131,10 @@ class CostBook:
         self._pool = pool
         self._accounts: dict[Key, Account] = {}
         self._sums: dict[WorkerId, dict[ReplicaId, StepSums]] = {}
-        self._filled: dict[ModelHash, tuple[ModelRecord, int, ModelRecord]] = {}
+        self._filled: dict[DeploymentKey, tuple[ModelRecord, int, ModelRecord]] = {}
         self._devices: list[Device] | None = None
         self._kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
-        self._profiled: dict[ModelHash, tuple[float, int]] = {}
+        self._profiled: dict[DeploymentKey, tuple[float, int]] = {}
         """Models of which somebody wants whole curves: until when, and up to which batch."""
         self.news = 0
         """Grows whenever plans should go by other costs."""
@@ -169,7 +164,7 @@ class CostBook:
     def filled(self, record: ModelRecord) -> ModelRecord:
         """The record with costs for every kind of device here that has its engine. The same object as long as they are."""
         self._look_at_kinds()
-        known = self._filled.get(record.model_hash)
+        known = self._filled.get(record.deployment)
         if known is not None and known[0] is record and known[1] == self.news:
             return known[2]
         costs = dict(record.costs)
@@ -180,7 +175,7 @@ class CostBook:
             filled = known[2]
         else:
             filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
-        self._filled[record.model_hash] = (record, self.news, filled)
+        self._filled[record.deployment] = (record, self.news, filled)
         return filled
 
     def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
@@ -197,7 +192,7 @@ class CostBook:
         if record.engine_type is not EngineType.VLLM:
             return here
         measured = {kind: costs for kind, costs in record.costs.items() if kind != device_type}
-        deployment = deployment_of(record)
+        deployment = record.deployment
         for (whose, kind, gpus), account in self._accounts.items():
             if (whose, gpus) == (deployment, record.gpus) and kind != device_type and account.fitted is not None:
                 measured.setdefault(kind, account.fitted)
@@ -249,7 +244,7 @@ class CostBook:
         taken = tuple(cells.values())[-POINTS_MAX:]
         self._look_at_kinds()
         kept = KeptCosts(
-            deployment=deployment_of(record),
+            deployment=record.deployment,
             device_type=event.device_type,
             gpus=record.gpus,
             engine=event.engine,
@@ -282,7 +277,7 @@ class CostBook:
     # ------------------------------------------------------------------------------------------------------ corrected live
 
     def observe(
-        self, now_s: float, snapshot: WorkerSnapshot, records: Mapping[ModelHash, ModelRecord]
+        self, now_s: float, snapshot: WorkerSnapshot, records: Mapping[DeploymentKey, ModelRecord]
     ) -> list[tuple[ModelRecord, str, Account]]:
         """Takes what engines say of their steps; returns whose costs have just turned out to be wrong for good."""
         kinds = {device.device: device.device_type for device in snapshot.devices}
@@ -298,7 +293,7 @@ class CostBook:
                 known[replica.replica] = last
                 continue
             known[replica.replica] = replica.sums
-            record = records.get(replica.model_hash)
+            record = records.get(replica.deployment)
             if record is None or not is_sane(window) or _has_company(replica, snapshot.replicas):
                 continue
             kind = kinds.get(replica.device, "")
@@ -332,10 +327,10 @@ class CostBook:
         account.deviates = account.deviates or lasts
         return newly
 
-    def served(self, rows: Iterable[ModelDemand], records: Mapping[ModelHash, ModelRecord]) -> None:
+    def served(self, rows: Iterable[ModelDemand], records: Mapping[DeploymentKey, ModelRecord]) -> None:
         """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
         for row in rows:
-            record = records.get(row.model_hash)
+            record = records.get(row.deployment)
             if record is None or record.engine_type is not EngineType.OPENAI_HTTP or row.output_tokens <= row.finished:
                 continue
             if not 0 <= row.ttft_s_sum <= row.latency_s_sum < math.inf:
@@ -351,14 +346,14 @@ class CostBook:
 
     # ------------------------------------------------------------------------------------------------ what to measure next
 
-    def profile(self, now_s: float, model_hash: ModelHash, for_s: float, batch_max: int) -> None:
+    def profile(self, now_s: float, deployment: DeploymentKey, for_s: float, batch_max: int) -> None:
         """Somebody wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
-        known = self._profiled.get(model_hash)
+        known = self._profiled.get(deployment)
         if for_s and (known is None or known[0] <= now_s):
-            for (deployment, _, _), account in self._accounts.items():
-                if deployment == model_hash and account.kept is not None:
+            for (whose, _, _), account in self._accounts.items():
+                if whose == deployment and account.kept is not None:
                     account.kept = msgspec.structs.replace(account.kept, whole=False)
-        self._profiled[model_hash] = (now_s + for_s, batch_max)
+        self._profiled[deployment] = (now_s + for_s, batch_max)
 
     def to_load(self, record: ModelRecord, worker: WorkerId, device: DeviceId) -> bool:
         """Whether a replica that is loaded there should measure before it serves."""
@@ -366,18 +361,18 @@ class CostBook:
         account = self._accounts.get(_key(record, kind))
         return self._measures(record, kind) and not _has(account, self._engine(worker, record))
 
-    def to_measure(self, now_s: float, records: Mapping[ModelHash, ModelRecord]) -> dict[ReplicaId, int]:
+    def to_measure(self, now_s: float, records: Mapping[DeploymentKey, ModelRecord]) -> dict[ReplicaId, int]:
         """Who should measure in idle moments, and up to which batch: one replica of each deployment and kind."""
         self._profiled = {whose: asked for whose, asked in self._profiled.items() if asked[0] > now_s}
         found: dict[ReplicaId, int] = {}
         taken: set[Key] = set()
         for replica in self._pool.replicas_in_order():
-            record = records.get(replica.report.model_hash)
+            record = records.get(replica.report.deployment)
             if record is None or replica.dead or replica.report.state is not ReplicaState.READY:
                 continue
             kind = self._kind(replica.worker, replica.report.device)
             key = _key(record, kind)
-            asked = self._profiled.get(record.model_hash)
+            asked = self._profiled.get(record.deployment)
             if key in taken or not (asked or self._measures(record, kind)):
                 continue
             account = self._accounts.get(key)
@@ -404,7 +399,7 @@ class CostBook:
 
     def rows(self, record: ModelRecord) -> list[CostsRow]:
         """One for each kind of device here that the model could run on, and for each that it was measured on."""
-        deployment = deployment_of(record)
+        deployment = record.deployment
         kinds = dict.fromkeys(self.filled(record).costs)
         if record.engine_type is EngineType.OPENAI_HTTP:
             kinds = {SERVER: None}
@@ -434,7 +429,7 @@ class CostBook:
 
 
 def _key(record: ModelRecord, device_type: str) -> Key:
-    return deployment_of(record), device_type, record.gpus
+    return record.deployment, device_type, record.gpus
 
 
 def _cell(point: CostPoint) -> tuple[int, int, bool]:

@@ -20,7 +20,7 @@ from broker.core.plan.series import Ring
 from broker.core.plan.signals import fairness_index
 from broker.core.plan.windows import READING_S, FairnessWatch
 from profiles.costs import prefill_s
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import ModelDemand, ModelRecord, SlaClass
 
 OUTPUT_TOKEN_WEIGHT = 8.0
@@ -71,16 +71,16 @@ class Fairness:
         self.settings = settings or FairnessSettings()
         self.news = False
         """Whether the last look changed a weight."""
-        self._models: dict[ModelHash, _Model] = {}
+        self._models: dict[DeploymentKey, _Model] = {}
         self._watch = FairnessWatch(self.settings.level)
         self._faded_s: float | None = None
         self._read_s = self._alone_read_s = -math.inf
 
-    def take(self, demand: Iterable[ModelDemand], records: Mapping[ModelHash, ModelRecord]) -> None:
+    def take(self, demand: Iterable[ModelDemand], records: Mapping[DeploymentKey, ModelRecord]) -> None:
         """One gateway's counts. Rows of models without a record are left out, and so is batch: it has no target, and those
         that have missed theirs wait there (ops/decisions/0009)."""
         for row in demand:
-            record = records.get(row.model_hash)
+            record = records.get(row.deployment)
             if record is None or row.sla_class is SlaClass.BATCH:
                 continue
             counts = self._class_of(row)
@@ -93,23 +93,23 @@ class Fairness:
                 # A row is a tenth of a second of one lane, so its mean is nearly a single request's time.
                 counts.ttft_s.add(row.ttft_s_sum / row.finished)
 
-    def look(self, now_s: float, records: Mapping[ModelHash, ModelRecord]) -> None:
+    def look(self, now_s: float, records: Mapping[DeploymentKey, ModelRecord]) -> None:
         """Reads all indexes if a reading is due, and works out the weights of models that more than one class asks for."""
         if now_s - self._read_s < READING_S * 0.95:
             return
         self._read_s = now_s
         self._fade(now_s)
-        for model_hash in [known for known in self._models if known not in records]:
-            del self._models[model_hash]
+        for deployment in [known for known in self._models if known not in records]:
+            del self._models[deployment]
         self.news = False
         alone_too = now_s - self._alone_read_s >= ALONE_EVERY_S
         if alone_too:
             self._alone_read_s = now_s
-        for model_hash, model in self._models.items():
+        for deployment, model in self._models.items():
             if len(model.classes) == 1 and not alone_too:
                 continue
             before = model.weights
-            slo_s = records[model_hash].sla.ttft_p95_ms / 1000
+            slo_s = records[deployment].sla.ttft_p95_ms / 1000
             below: dict[SlaClass, bool] = {}
             higher_fine = True
             for sla_class in SlaClass:
@@ -117,7 +117,7 @@ class Fairness:
                 if counts is None:
                     continue
                 counts.index = self._index(counts, slo_s)
-                held = counts.index is not None and self._watch.read(now_s, (model_hash, sla_class), counts.index)
+                held = counts.index is not None and self._watch.read(now_s, (deployment, sla_class), counts.index)
                 below[sla_class] = held and higher_fine
                 higher_fine = higher_fine and (counts.index is None or counts.index >= self.settings.level)
                 counts.waiting, counts.oldest_wait_s = 0, 0.0
@@ -130,16 +130,16 @@ class Fairness:
                 model.weights = class_weights(densities(work, requests), boost)
             self.news = self.news or model.weights != before
 
-    def weights(self, model_hash: ModelHash) -> dict[str, int]:
+    def weights(self, deployment: DeploymentKey) -> dict[str, int]:
         """For the digest; empty where one class alone asks for the model."""
-        model = self._models.get(model_hash)
+        model = self._models.get(deployment)
         return {} if model is None else model.weights
 
-    def indexes(self) -> dict[tuple[ModelHash, SlaClass], float]:
+    def indexes(self) -> dict[tuple[DeploymentKey, SlaClass], float]:
         """The last readings, for export."""
         return {
-            (model_hash, sla_class): counts.index
-            for model_hash, model in self._models.items()
+            (deployment, sla_class): counts.index
+            for deployment, model in self._models.items()
             for sla_class, counts in model.classes.items()
             if counts.index is not None
         }
@@ -165,11 +165,11 @@ class Fairness:
                 counts.work *= left
 
     def _class_of(self, row: ModelDemand) -> _Class:
-        model = self._models.get(row.model_hash)
+        model = self._models.get(row.deployment)
         if model is None:
             if len(self._models) >= self.settings.models_max:
                 del self._models[next(iter(self._models))]
-            model = self._models[row.model_hash] = _Model()
+            model = self._models[row.deployment] = _Model()
         counts = model.classes.get(row.sla_class)
         if counts is None:
             counts = model.classes[row.sla_class] = _Class(ttft_s=Ring(self.settings.samples))

@@ -12,7 +12,7 @@ from broker.core.pool.catalogue import Catalogue, DeviceKey
 from broker.core.pool.describe import bytes_text
 from broker.core.pool.events import SchedulerSettings
 from broker.core.pool.state import Demand, Device, Pool, Replica
-from subjects.ids import ModelHash, WorkerId
+from subjects.ids import DeploymentKey, WorkerId
 from subjects.messages import EngineType, Mode, ModelRecord, ReplicaState
 
 Group = tuple[Device, ...]
@@ -27,47 +27,47 @@ class Feasibility:
         self._settings = settings
         self._pool = pool
         self._catalogue = catalogue
-        self._demand: dict[ModelHash, Demand] = {}
+        self._demand: dict[DeploymentKey, Demand] = {}
         self._held: dict[DeviceKey, int] = {}
         self._layout = -1
         self._groups: dict[tuple[EngineType, int, int], list[Group]] = {}
 
-    def look(self, now_s: float) -> dict[ModelHash, Demand]:
+    def look(self, now_s: float) -> dict[DeploymentKey, Demand]:
         """Takes the demand of this moment; what follows refers to it."""
         self._demand = self._pool.demand(now_s)
         self._held.clear()
         return self._demand
 
-    def demand(self, model_hash: ModelHash) -> Demand:
+    def demand(self, deployment: DeploymentKey) -> Demand:
         """Demand for one model, as of the last :meth:`look`."""
-        return self._demand.get(model_hash, _NO_DEMAND)
+        return self._demand.get(deployment, _NO_DEMAND)
 
-    def replicas_count(self, model_hash: ModelHash) -> int:
+    def replicas_count(self, deployment: DeploymentKey) -> int:
         """Replicas that serve or will."""
-        return len(self._pool.open_replicas(model_hash)) + self._pool.coming_replicas(model_hash)
+        return len(self._pool.open_replicas(deployment)) + self._pool.coming_replicas(deployment)
 
     # ------------------------------------------------------------------------------------------------------------ who stays
 
     def stays(self, replica: Replica) -> bool:
         """Whether a replica may not be evicted by anybody: pinned, locked, or needed for its model's minimum."""
-        record = self._catalogue.of_hash(replica.report.model_hash)
+        record = self._catalogue.of_deployment(replica.report.deployment)
         return (record is not None and self.all_stay(record)) or self._pool.replica_locked(replica)
 
     def all_stay(self, record: ModelRecord) -> bool:
         """Whether no replica of a model may be evicted now."""
-        if self._catalogue.pinned(record) or self._catalogue.locked(record.model_hash):
+        if self._catalogue.pinned(record) or self._catalogue.locked(record.deployment):
             return True
-        return 0 < record.min_replicas >= len(self._pool.open_replicas(record.model_hash))
+        return 0 < record.min_replicas >= len(self._pool.open_replicas(record.deployment))
 
-    def holds(self, model_hash: ModelHash) -> bool:
+    def holds(self, deployment: DeploymentKey) -> bool:
         """Whether all replicas that a model has are kept, be it because nothing happens by itself in its mode."""
-        record = self._catalogue.of_hash(model_hash)
+        record = self._catalogue.of_deployment(deployment)
         if record is None:
             return False
         return (
             self.all_stay(record)
-            or self._catalogue.mode(model_hash) is not Mode.ACT
-            or 0 < self.replicas_count(model_hash) <= record.min_replicas
+            or self._catalogue.mode(deployment) is not Mode.ACT
+            or 0 < self.replicas_count(deployment) <= record.min_replicas
         )
 
     def held_bytes(self, device: Device) -> int:
@@ -77,25 +77,25 @@ class Feasibility:
         known = self._held.get(device.key)
         if known is None:
             room = self._pool.room(device)
-            known = sum(r.budget_bytes for r in room.promised if self.holds(r.model_hash))
+            known = sum(r.budget_bytes for r in room.promised if self.holds(r.deployment))
             for replica in room.replicas:
-                if not replica.dead and replica.replica not in self._pool.leaving and self.holds(replica.report.model_hash):
+                if not replica.dead and replica.replica not in self._pool.leaving and self.holds(replica.report.deployment):
                     known += self._least_bytes(replica)
             self._held[device.key] = known
         return known
 
     def _least_bytes(self, replica: Replica) -> int:
         """Of its budget, what a replica keeps when others need room: KV that it was lent beyond its own need goes back."""
-        record = self._catalogue.of_hash(replica.report.model_hash)
+        record = self._catalogue.of_deployment(replica.report.deployment)
         held = replica.report.budget_bytes
-        return held if record is None or self._catalogue.locked(record.model_hash) else min(held, record.budget_bytes)
+        return held if record is None or self._catalogue.locked(record.deployment) else min(held, record.budget_bytes)
 
     def minimum_refusal(self, victims: Sequence[Replica]) -> str:
         """Why these replicas may not leave all together: a model would have less than its minimum. Empty: they may."""
-        models = [victim.report.model_hash for victim in victims]
-        for model_hash in dict.fromkeys(models):
-            record = self._catalogue.of_hash(model_hash)
-            left = len(self._pool.open_replicas(model_hash)) - models.count(model_hash)
+        models = [victim.report.deployment for victim in victims]
+        for deployment in dict.fromkeys(models):
+            record = self._catalogue.of_deployment(deployment)
+            left = len(self._pool.open_replicas(deployment)) - models.count(deployment)
             if record is not None and left < record.min_replicas:
                 return f"{record.name} would have less than its minimum of {record.min_replicas}"
         return ""
@@ -142,7 +142,7 @@ class Feasibility:
         What must stay does not count once the model has replicas: it may be those.
         """
         groups = self.groups(record)
-        if groups and (not self._catalogue.any_stay or self.replicas_count(record.model_hash)):
+        if groups and (not self._catalogue.any_stay or self.replicas_count(record.deployment)):
             return 2
         for group in groups:
             free = [d for d in group if self.held_bytes(d) + record.budget_bytes <= d.report.memory_bytes]
@@ -196,16 +196,16 @@ class Feasibility:
             return free_bytes
         return min(free_bytes, max([room.largest_free_bytes, *(leaver.report.budget_bytes for leaver in leavers)]))
 
-    def _others(self, device: Device, record: ModelRecord, gone: Iterable[Replica]) -> list[ModelHash]:
+    def _others(self, device: Device, record: ModelRecord, gone: Iterable[Replica]) -> list[DeploymentKey]:
         """Other models that a device will have, once ``gone`` have left it too."""
         left = {replica.replica for replica in gone}
         room = self._pool.room(device)
-        there = [r.report.model_hash for r in room.replicas if r.replica not in self._pool.leaving and r.replica not in left]
-        there += [reservation.model_hash for reservation in room.promised]
-        return [model_hash for model_hash in dict.fromkeys(there) if model_hash != record.model_hash]
+        there = [r.report.deployment for r in room.replicas if r.replica not in self._pool.leaving and r.replica not in left]
+        there += [reservation.deployment for reservation in room.promised]
+        return [deployment for deployment in dict.fromkeys(there) if deployment != record.deployment]
 
-    def _co_locates(self, model_hash: ModelHash, newcomer: ModelRecord) -> bool:
-        record = self._catalogue.of_hash(model_hash)
+    def _co_locates(self, deployment: DeploymentKey, newcomer: ModelRecord) -> bool:
+        record = self._catalogue.of_deployment(deployment)
         return record is None or (record.allow_co_location and record.tenant == newcomer.tenant)
 
 

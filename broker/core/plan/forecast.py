@@ -14,9 +14,9 @@ import math
 from dataclasses import dataclass
 
 from broker.core.plan.series import WINDOW_S, Series, surge_share
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
-Key = tuple[ModelHash, int]
+Key = tuple[DeploymentKey, int]
 """A model and a length class (0 short, 1 medium, 2 long), or ``ALL_CLASSES``."""
 ALL_CLASSES = 3
 """All length classes of a model together; to be read only."""
@@ -61,7 +61,7 @@ class DeclaredEvent:
     name: str
     begin_s: float
     end_s: float
-    model_hash: ModelHash | None = None
+    deployment: DeploymentKey | None = None
     """None: every model."""
     factor: float = 1.0
     at_least: float = 0.0
@@ -176,9 +176,9 @@ class Forecaster:
         """Takes a declared event back; an unknown name is ignored."""
         self._events.pop(name, None)
 
-    def forget(self, model_hash: ModelHash) -> None:
+    def forget(self, deployment: DeploymentKey) -> None:
         """Drops what is known of a model that is gone."""
-        for key in [key for key in self._series if key[0] == model_hash]:
+        for key in [key for key in self._series if key[0] == deployment]:
             del self._series[key]
 
     # ---------------------------------------------------------------------------------------------------------- private
@@ -209,11 +209,11 @@ class Forecaster:
             series.restart(window + WINDOW_S)  # Of the window that runs only the end was heard.
         self._heard_s = now_s
 
-    def _factor(self, begin_s: float, end_s: float, model_hash: ModelHash) -> float:
+    def _factor(self, begin_s: float, end_s: float, deployment: DeploymentKey) -> float:
         """The product of the events' factors, each by the share of the time in which it lasts."""
         factor = 1.0
         for event in self._events.values():
-            if event.model_hash is None or event.model_hash == model_hash:
+            if event.deployment is None or event.deployment == deployment:
                 factor *= 1.0 + (event.factor - 1.0) * _share(event, begin_s, end_s)
         return factor
 
@@ -225,7 +225,7 @@ class Forecaster:
             (
                 event.at_least * _share(event, begin_s, end_s)
                 for event in self._events.values()
-                if event.model_hash is None or event.model_hash == key[0]
+                if event.deployment is None or event.deployment == key[0]
             ),
             default=0.0,
         )

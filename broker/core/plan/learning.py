@@ -21,7 +21,7 @@ from typing import Any
 
 from broker.core.pool.catalogue import DeviceKey
 from subjects.errors import ConfigError
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 PERIOD_S = 300.0
 WEIGHTS_MAX = 1 << 14
@@ -60,23 +60,23 @@ class DeviceScores:
     def __init__(self, settings: LearningSettings | None = None) -> None:
         self.settings = settings or LearningSettings()
         self._model: Any = self._new_model()
-        self._seen: dict[tuple[ModelHash, DeviceKey], _Seen] = {}
-        self._rates: dict[tuple[ModelHash, DeviceKey], float] = {}
+        self._seen: dict[tuple[DeploymentKey, DeviceKey], _Seen] = {}
+        self._rates: dict[tuple[DeploymentKey, DeviceKey], float] = {}
         """Arrivals per second when it was last observed."""
         self._period_end_s: float | None = None
-        self._everywhere: dict[ModelHash, float] = {}
+        self._everywhere: dict[DeploymentKey, float] = {}
         """By model the running mean of its logarithms over all devices."""
         self._examples: deque[tuple[dict[str, float], float, float]] = deque(maxlen=self.settings.examples_max)
         self.learned = 0
         """Examples so far, each pass counted."""
 
     def observe(
-        self, model_hash: ModelHash, device: DeviceKey, predicted_s: float, seen_s: float, arrival_rps: float = 0.0
+        self, deployment: DeploymentKey, device: DeviceKey, predicted_s: float, seen_s: float, arrival_rps: float = 0.0
     ) -> None:
         """Something of this model took ``seen_s`` on this device, and ``predicted_s`` by its profile under that load."""
         if not predicted_s > 0.0 or not seen_s > 0.0:
             return
-        key = (model_hash, device)
+        key = (deployment, device)
         seen = self._seen.get(key)
         if seen is None:
             if len(self._seen) >= self.settings.examples_max:
@@ -100,26 +100,26 @@ class DeviceScores:
             self._model.learn_one(features, target, weight)
             self.learned += 1
 
-    def factor(self, model_hash: ModelHash, device: DeviceKey) -> float:
+    def factor(self, deployment: DeploymentKey, device: DeviceKey) -> float:
         """How many times longer than its profile says this model takes there; 1 for what nobody knows."""
         if self.learned == 0:
             return 1.0
-        features = _features(model_hash, device, self._rates.get((model_hash, device), 0.0))
+        features = _features(deployment, device, self._rates.get((deployment, device), 0.0))
         bound = math.log(self.settings.factor_max)
         # The intercept is not learned, so that the sum over who and where is the whole answer.
         return math.exp(min(bound, max(-bound, float(self._model.predict_one(features)))))
 
-    def preference(self, model_hash: ModelHash, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
+    def preference(self, deployment: DeploymentKey, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
         """Factors of these devices over their geometric mean: below 1 is better than the others."""
-        factors = {device: self.factor(model_hash, device) for device in devices}
+        factors = {device: self.factor(deployment, device) for device in devices}
         if not factors:
             return {}
         mean = math.exp(math.fsum(math.log(factor) for factor in factors.values()) / len(factors))
         return {device: factor / mean for device, factor in factors.items()}
 
-    def routing_weights(self, model_hash: ModelHash, replicas: Mapping[str, DeviceKey]) -> dict[str, float]:
+    def routing_weights(self, deployment: DeploymentKey, replicas: Mapping[str, DeviceKey]) -> dict[str, float]:
         """Routing weights for a model's replicas, the inverse of their devices' preference: all then take equally long."""
-        preference = self.preference(model_hash, replicas.values())
+        preference = self.preference(deployment, replicas.values())
         return {replica: round(1.0 / preference[device], 3) for replica, device in replicas.items()}
 
     def _close(self) -> None:
@@ -138,16 +138,16 @@ class DeviceScores:
             self._examples.extend(examples)
         self._seen.clear()
 
-    def _follow_everywhere(self, enough: Mapping[tuple[ModelHash, DeviceKey], _Seen]) -> None:
-        means: dict[ModelHash, list[float]] = {}
-        for (model_hash, _), seen in enough.items():
-            means.setdefault(model_hash, []).append(seen.log_sum / seen.count)
-        for model_hash, logs in means.items():
+    def _follow_everywhere(self, enough: Mapping[tuple[DeploymentKey, DeviceKey], _Seen]) -> None:
+        means: dict[DeploymentKey, list[float]] = {}
+        for (deployment, _), seen in enough.items():
+            means.setdefault(deployment, []).append(seen.log_sum / seen.count)
+        for deployment, logs in means.items():
             mean = math.fsum(logs) / len(logs)
-            before = self._everywhere.pop(model_hash, mean)
+            before = self._everywhere.pop(deployment, mean)
             # Of one device alone one cannot say whether it or the model is slow; of several it is what they share.
             share = 1.0 if len(logs) > 1 else 0.2
-            self._everywhere[model_hash] = before + share * (mean - before)
+            self._everywhere[deployment] = before + share * (mean - before)
         while len(self._everywhere) > self.settings.examples_max:
             del self._everywhere[next(iter(self._everywhere))]
 
@@ -162,12 +162,12 @@ class DeviceScores:
         return linear_model.LinearRegression(optimizer=optimizer, intercept_lr=0.0)
 
 
-def _features(model_hash: ModelHash, device: DeviceKey, arrival_rps: float) -> dict[str, float]:
+def _features(deployment: DeploymentKey, device: DeviceKey, arrival_rps: float) -> dict[str, float]:
     """Who, where, both, and the load; each name is one of ``WEIGHTS_MAX`` buckets."""
     where = f"{device[0]}/{device[1]}"
     return {
         _bucket(f"device {where}"): 1.0,
-        _bucket(f"{model_hash} on {where}"): 1.0,
+        _bucket(f"{deployment} on {where}"): 1.0,
         "arrivals": math.log1p(max(0.0, arrival_rps)) / 4.0,
     }
 

@@ -80,8 +80,8 @@ class Memory:
         self._stopping = stopping
         self._keys = [site.key for site in sites]
         self._site_of = {key: site for site, key in enumerate(self._keys)}
-        self._records = {model.record.model_hash: model.record for model in look.models}
-        self._fixed = {model.record.model_hash for model in look.models if not model.resizes_kv}
+        self._records = {model.record.deployment: model.record for model in look.models}
+        self._fixed = {model.record.deployment for model in look.models if not model.resizes_kv}
         new = [block for block in blocks if block.replica is None]
         urgent = {site for block in (*new, *spares.new) for site in block.sites}
         if routine:
@@ -128,9 +128,9 @@ class Memory:
                     continue
                 if replica.devices[0] != self._keys[site]:
                     continue
-                if replica.model_hash in self._fixed:
+                if replica.deployment in self._fixed:
                     continue
-                record = self._records[replica.model_hash]
+                record = self._records[replica.deployment]
                 target = kv_used_bytes(record, replica)
                 if target < replica.kv_bytes * 0.9:
                     self.actions.append(ResizeReplicaKv(name, target, "it leaves, and its memory is needed"))
@@ -143,8 +143,8 @@ class Memory:
         held = self._spare_bytes.get(site, 0)
         for name in self._beside.get(site, ()):
             replica = self._look.replicas[name]
-            if name in self._closed and self._look.ready(name) and replica.model_hash not in self._fixed:
-                record = self._records[replica.model_hash]
+            if name in self._closed and self._look.ready(name) and replica.deployment not in self._fixed:
+                record = self._records[replica.deployment]
                 held += fixed_bytes(record) + kv_used_bytes(record, replica) // record.gpus
             else:
                 held += replica.budget_bytes
@@ -220,7 +220,7 @@ class Memory:
             kv = record.kv_bytes
         keys = tuple(look.problem.sites[site].key for site in block.sites)
         reason = self._reason(block, victims)
-        self.actions.append(StartReplica(record.model_hash, keys, reason, victims, kv_bytes=kv))
+        self.actions.append(StartReplica(record.deployment, keys, reason, victims, kv_bytes=kv))
         self._take(block, fixed + -(-kv // record.gpus))
 
     def _reason(self, block: Block, victims: tuple[ReplicaId, ...]) -> str:
@@ -233,7 +233,7 @@ class Memory:
         elif len(model.replicas) < model.record.min_replicas:
             parts.append(f"below its minimum of {model.record.min_replicas}")
         if victims:
-            names = [self._records[look.replicas[victim].model_hash].name for victim in victims]
+            names = [self._records[look.replicas[victim].deployment].name for victim in victims]
             parts.append(f"{', '.join(names)} {'leave' if len(names) > 1 else 'leaves'}")
         if need.load >= LOAD_TOLD_MIN or not parts:
             parts.append(need.text)
@@ -248,6 +248,6 @@ class Memory:
             need = self._look.needs[block.need]
             reason = f"spare for rushes of {need.level:.2f}; {need.text}"
             key = self._look.problem.sites[site].key
-            self.actions.append(StartReplica(record.model_hash, (key,), reason, kv_bytes=least))
+            self.actions.append(StartReplica(record.deployment, (key,), reason, kv_bytes=least))
             self.spares.append(block.place)
             self._take(block, each)

@@ -17,7 +17,7 @@ from broker.core.plan.capacity import TPOT_USED, arrivals_work_s, prefill_work_s
 from broker.core.plan.feedback import Correction, CorrectionSettings
 from broker.core.plan.headroom import Headroom, HeadroomSettings
 from broker.core.plan.policy import ModelView
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import ReplicaState, StepCosts
 
 
@@ -217,7 +217,7 @@ class Needs:
     def __init__(self, settings: NeedSettings | None = None) -> None:
         self.settings = settings or NeedSettings()
         self.headroom = Headroom(self.settings.headroom)
-        self._trackers: dict[ModelHash, _Tracker] = {}
+        self._trackers: dict[DeploymentKey, _Tracker] = {}
         self._free_rows: list[int] = []
         self._base = np.zeros(0)
         self._wait_s = np.ones(0)
@@ -226,8 +226,8 @@ class Needs:
         self,
         now_s: float,
         models: list[tuple[ModelView, StepCosts]],
-        spare: Mapping[ModelHash, float],
-        shares: Mapping[ModelHash, float],
+        spare: Mapping[DeploymentKey, float],
+        shares: Mapping[DeploymentKey, float],
     ) -> list[ModelNeed]:
         """Takes what happened since the last look; ``models`` come with their costs, corrected by what was seen. ``spare``
         is the share of devices that each could borrow from its neighbours at once, ``shares`` what its replicas have of
@@ -247,7 +247,7 @@ class Needs:
             if not busy and not tracker.busy and gone_s < QUIET_LOOK_S:
                 continue
             tracker.busy = busy
-            need.share = shares.get(model.record.model_hash, 0.0)
+            need.share = shares.get(model.record.deployment, 0.0)
             tracker.followed_s = now_s
             self._follow(now_s, min(max(1e-3, gone_s), 5.0), model, costs, tracker)
             need.mean = means[row]
@@ -259,7 +259,7 @@ class Needs:
             patience = need.life_s / (need.life_s + PATIENCE_S)
             average = need.burst_share * (need.mean + need.decode + standing(model, costs))
             average = need.mean + patience * max(0.0, average - need.mean)
-            there = max(spare.get(model.record.model_hash, 0.0), SHARE_LEAST)
+            there = max(spare.get(model.record.deployment, 0.0), SHARE_LEAST)
             self._base[row] = max(average, need.burst_share * there)
             self._wait_s[row] = max(0.2, 0.9 * model.record.sla.ttft_p95_ms / 1000 - tracker.lengths.above(0.1))
             need.level = self.headroom.level(row)
@@ -284,17 +284,17 @@ class Needs:
         return needs
 
     def _known(self, models: list[tuple[ModelView, StepCosts]]) -> list[_Tracker]:
-        present = {model.record.model_hash: model.replicas for model, _ in models}
-        for model_hash in [known for known in self._trackers if known not in present]:
-            row = self._trackers.pop(model_hash).row
+        present = {model.record.deployment: model.replicas for model, _ in models}
+        for deployment in [known for known in self._trackers if known not in present]:
+            row = self._trackers.pop(deployment).row
             self.headroom.forget_row(row)
             self._free_rows.append(row)
         trackers = []
-        for model_hash, replicas in present.items():
-            tracker = self._trackers.get(model_hash)
+        for deployment, replicas in present.items():
+            tracker = self._trackers.get(deployment)
             if tracker is None:
                 row = self._free_rows.pop() if self._free_rows else self.headroom.add_row()
-                tracker = self._trackers[model_hash] = _Tracker(row, self.settings)
+                tracker = self._trackers[deployment] = _Tracker(row, self.settings)
             if replicas and not tracker.resident:  # What was used before anybody looked shows in its replicas alone.
                 used_s = max(replica.last_used_s for replica in replicas)
                 tracker.need.last_seen_s = max(tracker.need.last_seen_s, used_s)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from broker.core.pool.catalogue import DeviceKey
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import DeviceKind, ModelRecord, ReplicaState
 
 
@@ -43,7 +43,7 @@ class ReplicaView:
 
     replica: ReplicaId
     """For one that is promised and not yet listed: the name of its reservation."""
-    model_hash: ModelHash
+    deployment: DeploymentKey
     devices: tuple[DeviceKey, ...]
     """All that it spans, the first one leading."""
     state: ReplicaState
@@ -119,7 +119,7 @@ class ExpectedLoad:
     name: str
     begin_unix_s: float
     end_unix_s: float
-    model_hash: ModelHash | None = None
+    deployment: DeploymentKey | None = None
     """None: every model."""
     factor: float = 1.0
     at_least: float = 0.0
@@ -130,7 +130,7 @@ class PoolView:
     """All that a policy may know. Mappings are in order of their keys."""
 
     now_s: float
-    models: dict[ModelHash, ModelView]
+    models: dict[DeploymentKey, ModelView]
     devices: dict[DeviceKey, DeviceView]
     models_per_device_max: int
     unix_offset_s: float = 0.0
@@ -143,7 +143,7 @@ class PoolView:
 class StartReplica:
     """Load one more replica. ``victims`` leave those devices first (expand first where there is room: then empty)."""
 
-    model_hash: ModelHash
+    deployment: DeploymentKey
     devices: tuple[DeviceKey, ...]
     reason: str
     victims: tuple[ReplicaId, ...] = ()
@@ -189,7 +189,7 @@ class Decision:
     actions: tuple[Action, ...] = ()
     weights: dict[ReplicaId, float] = field(default_factory=dict)
     """Routing weights that changed (1.0 is neutral; 0.0 takes no new requests); neutral for models that may not act."""
-    notes: dict[ModelHash, str] = field(default_factory=dict)
+    notes: dict[DeploymentKey, str] = field(default_factory=dict)
     """Per model one line on why it has what it has, for ``explain``."""
 
 

@@ -44,7 +44,7 @@ from broker.core.plan.triggers import (
     actions,
 )
 from broker.core.pool.catalogue import DeviceKey
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState, StepCosts
 
 Pairs = Sequence[tuple[ModelView, StepCosts]]
@@ -103,35 +103,35 @@ class Prospects:
         self.forecaster = Forecaster(self.settings.forecast)
         self.triggers = Triggers()
         self.scores = scores
-        self._arrived: dict[ModelHash, list[int]] = {}
+        self._arrived: dict[DeploymentKey, list[int]] = {}
         """Since the last round: requests, input tokens and output tokens by length class."""
-        self._telling: list[tuple[tuple[ModelHash, int], float, int]] = []
+        self._telling: list[tuple[tuple[DeploymentKey, int], float, int]] = []
         self._part = 0
         self._told_all = True
         self._round_s = -math.inf
         self._began_s = math.inf
-        self._levels: dict[ModelHash, float] = {}
+        self._levels: dict[DeploymentKey, float] = {}
         self._events: tuple[ExpectedLoad, ...] = ()
         self._events_offset_s = 0.0
-        self._expected: dict[ModelHash, Expected] = {}
+        self._expected: dict[DeploymentKey, Expected] = {}
         self._rounds = 0
         self._asks_all = False
         """Something was declared: all are asked for at once."""
-        self._usual: dict[ModelHash, tuple[float, float, float]] = {}
+        self._usual: dict[DeploymentKey, tuple[float, float, float]] = {}
         """What usually comes at this time of day: until when that is waited for, the rate, and by how much days differ."""
-        self._best_hits: dict[ModelHash, float] = {}
-        self._step_ratio: dict[ModelHash, float] = {}
+        self._best_hits: dict[DeploymentKey, float] = {}
+        self._step_ratio: dict[DeploymentKey, float] = {}
         """How many times its profile a model's step takes with its devices to itself."""
-        self._more_replicas: dict[ModelHash, tuple[float, int, str]] = {}
+        self._more_replicas: dict[DeploymentKey, tuple[float, int, str]] = {}
         """Until when a model should have so many at least, and why."""
-        self._more_kv: dict[ModelHash, tuple[float, str]] = {}
+        self._more_kv: dict[DeploymentKey, tuple[float, str]] = {}
         self._held: dict[ReplicaId, tuple[float, Action, int]] = {}
         """What triggers did lately, until when it holds, and what was there before."""
         self._actions: list[Action] = []
         self._replicas: dict[ReplicaId, ReplicaView] = {}
         self._weights: dict[ReplicaId, float] = {}
-        self._why: dict[ModelHash, str] = {}
-        self._told: dict[ModelHash, str] = {}
+        self._why: dict[DeploymentKey, str] = {}
+        self._told: dict[DeploymentKey, str] = {}
 
     # ------------------------------------------------------------------------------------------------------------ looking
 
@@ -142,9 +142,9 @@ class Prospects:
             arrivals = model.arrivals
             if any(arrivals.requests):
                 new = (*arrivals.requests, *arrivals.input_tokens, *arrivals.output_tokens)
-                known = self._arrived.get(model.record.model_hash)
+                known = self._arrived.get(model.record.deployment)
                 total = new if known is None else map(int.__add__, known, new)
-                self._arrived[model.record.model_hash] = list(total)
+                self._arrived[model.record.deployment] = list(total)
         if now_s - self._round_s < s.round_s - 1e-6:
             if self._telling:
                 self._tell(self._part)
@@ -166,12 +166,12 @@ class Prospects:
         # Until it is as old as its time constant the running mean is the plain one.
         age_s = max(now_s - self._began_s, 1e-9)
         fade = min(math.exp(-gone_s / self.settings.level_s), max(0.0, 1.0 - gone_s / age_s))
-        present: dict[ModelHash, None] = {}
+        present: dict[DeploymentKey, None] = {}
         for (model, costs), need in zip(pairs, needs, strict=True):
-            model_hash = model.record.model_hash
-            present[model_hash] = None
+            deployment = model.record.deployment
+            present[deployment] = None
             work_s = 0.0
-            counts = arrived.get(model_hash)
+            counts = arrived.get(deployment)
             if counts is not None:
                 # What is expected at arrival is a cautious quantile; plans go by the mean of those that ended.
                 scale = need.output_tokens * sum(counts[:3]) / max(1, sum(counts[6:]))
@@ -180,15 +180,15 @@ class Prospects:
                     if requests:
                         inputs, outputs = counts[3 + place] / requests, counts[6 + place] * scale / requests
                         priced = requests * (prefill_work_s(costs, inputs) + decode_work_s(costs, inputs, outputs))
-                        self._telling.append(((model_hash, place), priced, requests))
+                        self._telling.append(((deployment, place), priced, requests))
                         work_s += priced
             if math.isfinite(gone_s):
-                level = self._levels.get(model_hash, 0.0)
-                self._levels[model_hash] = level * fade + (1 - fade) * work_s / gone_s
+                level = self._levels.get(deployment, 0.0)
+                self._levels[deployment] = level * fade + (1 - fade) * work_s / gone_s
         # The forecast itself forgets nobody here: a model may only be out of sight, and it bounds itself.
         for known in (self._levels, self._expected, self._usual, self._best_hits, self._step_ratio, self._why):
-            for model_hash in [gone for gone in known if gone not in present]:
-                del known[model_hash]
+            for deployment in [gone for gone in known if gone not in present]:
+                del known[deployment]
         self._part = max(1, -(-len(self._telling) // self.settings.parts))
         self._told_all = False
 
@@ -214,33 +214,33 @@ class Prospects:
         for place, (model, _) in enumerate(pairs):
             if not asks_all and (place + self._rounds) % s.ask_rounds:
                 continue
-            model_hash = model.record.model_hash
-            key = (model_hash, ALL_CLASSES)
+            deployment = model.record.deployment
+            key = (deployment, ALL_CLASSES)
             soon_s = model.load_s + s.slack_s
             step_s = max(0.0, s.horizon_s - soon_s) / (s.moments - 1)
             ahead_s = [soon_s + step_s * place for place in range(s.moments)]
-            event = self._event_of(model_hash, now_s, now_s + ahead_s[-1])
+            event = self._event_of(deployment, now_s, now_s + ahead_s[-1])
             if event is None and self.forecaster.observed_s(key) < s.history_s:
-                self._expected.pop(model_hash, None)
+                self._expected.pop(deployment, None)
                 continue
             rates = [self.forecaster.rate_at(now_s, key, ahead) for ahead in ahead_s]
             error = self.forecaster.predict(now_s, key, s.horizon_s).error
             name = event.name if event is not None else ""
-            self._expected[model_hash] = self._by_season(now_s, key, ahead_s[-1], Expected(max(rates), error, name))
+            self._expected[deployment] = self._by_season(now_s, key, ahead_s[-1], Expected(max(rates), error, name))
 
     def _by_season(self, now_s: float, key: Key, ahead_s: float, expected: Expected) -> Expected:
         """With the usual change at this time of day, where that is larger than what days differ by."""
-        model_hash = key[0]
-        now = self._levels.get(model_hash, 0.0)
+        deployment = key[0]
+        now = self._levels.get(deployment, 0.0)
         found = self.forecaster.usual_change(now_s, key, ahead_s)
         if found is not None and abs(found[0]) > found[1]:
             change, miss = found
             if change > 0:
-                self._usual[model_hash] = (now_s + ahead_s + self.settings.late_s, now + change, miss)
+                self._usual[deployment] = (now_s + ahead_s + self.settings.late_s, now + change, miss)
             elif not expected.by_event:
-                self._usual.pop(model_hash, None)
+                self._usual.pop(deployment, None)
                 return Expected(max(0.0, now + change), miss)
-        usual = self._usual.get(model_hash)
+        usual = self._usual.get(deployment)
         if usual is None or usual[0] <= now_s or usual[1] <= expected.rate:
             return expected
         return Expected(usual[1], usual[2], expected.by_event)
@@ -253,15 +253,15 @@ class Prospects:
         for event in view.events:
             begin_s, end_s = event.begin_unix_s - offset_s, event.end_unix_s - offset_s
             self.forecaster.declare(
-                DeclaredEvent(event.name, begin_s, end_s, event.model_hash, event.factor, event.at_least)
+                DeclaredEvent(event.name, begin_s, end_s, event.deployment, event.factor, event.at_least)
             )
         self._events, self._events_offset_s = view.events, offset_s
         self._asks_all = True
 
-    def _event_of(self, model_hash: ModelHash, begin_s: float, end_s: float) -> ExpectedLoad | None:
+    def _event_of(self, deployment: DeploymentKey, begin_s: float, end_s: float) -> ExpectedLoad | None:
         offset_s = self._events_offset_s
         for event in self._events:
-            concerns = event.model_hash is None or event.model_hash == model_hash
+            concerns = event.deployment is None or event.deployment == deployment
             if concerns and event.begin_unix_s - offset_s < end_s and event.end_unix_s - offset_s > begin_s:
                 return event
         return None
@@ -301,24 +301,24 @@ class Prospects:
         takers: dict[DeviceKey, int],
     ) -> EngineReading:
         """Turns with neighbours are planned for, and a profile may be wrong for a model: neither is contention."""
-        model_hash = replica.model_hash
+        deployment = replica.deployment
         step_s = alone_s = None
         beside = max((takers.get(device, 0) for device in replica.devices), default=0)
         if replica.step_s is not None and replica.running:
             profile_s = self._profile_s(model, costs, need, replica)
             if beside == 1:
-                ratio, known = replica.step_s / profile_s, self._step_ratio.get(model_hash)
-                self._step_ratio[model_hash] = ratio if known is None else known + 0.1 * (ratio - known)
+                ratio, known = replica.step_s / profile_s, self._step_ratio.get(deployment)
+                self._step_ratio[deployment] = ratio if known is None else known + 0.1 * (ratio - known)
                 if self.scores is not None:
-                    self.scores.observe(model_hash, replica.devices[0], profile_s, replica.step_s, need.rps)
-            elif model_hash in self._step_ratio:
-                step_s, alone_s = replica.step_s, profile_s * self._step_ratio[model_hash] * beside
+                    self.scores.observe(deployment, replica.devices[0], profile_s, replica.step_s, need.rps)
+            elif deployment in self._step_ratio:
+                step_s, alone_s = replica.step_s, profile_s * self._step_ratio[deployment] * beside
         return EngineReading(
             replica.replica,
-            model_hash,
+            deployment,
             replica.devices,
             model.waiting,
-            hit_ratio=self._hits(model_hash, replica.hit_ratio),
+            hit_ratio=self._hits(deployment, replica.hit_ratio),
             step_s=step_s,
             step_alone_s=alone_s,
             stays=replica.stays,
@@ -331,13 +331,13 @@ class Prospects:
         share = min(self.settings.prefill_share_max, need.mean / max(1, len(model.replicas)))
         return max(1e-6, decode_s / (1.0 - share))
 
-    def _hits(self, model_hash: ModelHash, ratio: float | None) -> float | None:
+    def _hits(self, deployment: DeploymentKey, ratio: float | None) -> float | None:
         """The engine counts all prompt tokens, also those of prompts without any known prefix. So what there is to find is
         taken to be the best that was found within the last hour or so."""
         if ratio is None:
             return None
         fade = math.exp(-self.settings.round_s / self.settings.hits_memory_s)
-        best = self._best_hits[model_hash] = max(ratio, self._best_hits.get(model_hash, 0.0) * fade)
+        best = self._best_hits[deployment] = max(ratio, self._best_hits.get(deployment, 0.0) * fade)
         return ratio / best if best >= self.settings.hits_known_min else None
 
     def _score(self, now_s: float, pairs: Pairs) -> None:
@@ -349,7 +349,7 @@ class Prospects:
         for model, _ in pairs:
             places = {str(r.replica): r.devices[0] for r in model.replicas if r.state is ReplicaState.READY}
             if len(places) > 1:
-                found = self.scores.routing_weights(model.record.model_hash, places)
+                found = self.scores.routing_weights(model.record.deployment, places)
                 self._weights.update({ReplicaId(replica): weight for replica, weight in found.items()})
 
     def _act(self, now_s: float, view: PoolView, pairs: Pairs, facts: tuple[Fact, ...]) -> None:
@@ -364,15 +364,15 @@ class Prospects:
             was = before.kv_bytes if isinstance(action, ResizeReplicaKv) else before.slots
             self._held[action.replica] = (now_s + self.triggers.settings.quiet_s, action, was)
             self._actions.append(action)
-        models = {model.record.model_hash: model for model, _ in pairs}
+        models = {model.record.deployment: model for model, _ in pairs}
         for fact in facts:
             match fact:
                 case LoadReplica():
-                    model = models[fact.model_hash]
+                    model = models[fact.deployment]
                     until_s, count = now_s + s.wish_s + model.load_s, len(model.replicas) + 1
-                    self._more_replicas[fact.model_hash] = (until_s, count, fact.reason)
+                    self._more_replicas[fact.deployment] = (until_s, count, fact.reason)
                 case GrowKv() | EvictNeighbourKv():
-                    self._more_kv[self._replicas[fact.replica].model_hash] = (now_s + s.wish_s, fact.reason)
+                    self._more_kv[self._replicas[fact.replica].deployment] = (now_s + s.wish_s, fact.reason)
                 case _:
                     pass  # Its action says all.
 
@@ -380,26 +380,26 @@ class Prospects:
 
     def adjusted(self, wanted: Need, need: ModelNeed) -> Need:
         """A model's part of the plan's problem, by what is expected and what triggers wish; mostly as it was."""
-        model_hash = wanted.model
+        deployment = wanted.model
         why = []
-        expected = self._expected.get(model_hash)
+        expected = self._expected.get(deployment)
         if expected is not None:
             wanted, told = self._raised(wanted, need, expected)
             why.append(told)
-        more_kv = self._more_kv.get(model_hash)
+        more_kv = self._more_kv.get(deployment)
         if more_kv is not None:
             keep = wanted.kv_keep_bytes if wanted.kv_keep_bytes is not None else wanted.kv_bytes
             wanted = replace(wanted, kv_bytes=wanted.kv_bytes * KV_GROWTH, kv_keep_bytes=keep * KV_GROWTH)
             why.append(f"a trigger asks for more KV: {more_kv[1]}")
-        more_replicas = self._more_replicas.get(model_hash)
+        more_replicas = self._more_replicas.get(deployment)
         if more_replicas is not None and more_replicas[1] <= wanted.replicas_max:
             wanted = replace(wanted, replicas_min=max(wanted.replicas_min, more_replicas[1]))
             why.append(f"a trigger asks for another replica: {more_replicas[2]}")
         text = "; ".join(filter(None, why))
         if text:
-            self._why[model_hash] = text
+            self._why[deployment] = text
         else:
-            self._why.pop(model_hash, None)
+            self._why.pop(deployment, None)
         return wanted
 
     def _raised(self, wanted: Need, need: ModelNeed, expected: Expected) -> tuple[Need, str]:
@@ -434,7 +434,7 @@ class Prospects:
             planned = tuple([self._with_reason(action) for action in planned])
         notes = dict(decision.notes)
         if self._why != self._told:
-            notes |= {model_hash: self._why.get(model_hash, "") for model_hash in {**self._told, **self._why}}
+            notes |= {deployment: self._why.get(deployment, "") for deployment in {**self._told, **self._why}}
             self._told = dict(self._why)
         if not at_once and not notes and planned is decision.actions:
             return decision
@@ -443,8 +443,8 @@ class Prospects:
         return replace(decision, actions=(*at_once, *rest), notes=notes)
 
     def _with_reason(self, action: Action) -> Action:
-        if isinstance(action, StartReplica) and action.model_hash in self._why:
-            return replace(action, reason=f"{action.reason}; {self._why[action.model_hash]}")
+        if isinstance(action, StartReplica) and action.deployment in self._why:
+            return replace(action, reason=f"{action.reason}; {self._why[action.deployment]}")
         return action
 
     def _undoes(self, now_s: float, action: Action) -> bool:

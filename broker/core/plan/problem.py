@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from broker.core.plan.sharing import SHARING_KEEPS
 from broker.core.pool.catalogue import DeviceKey
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Site:
 class Need:
     """What one model wants. Capacity is in units of one of its replicas alone on a device on which ``rates`` is 1."""
 
-    model: ModelHash
+    model: DeploymentKey
     load: float
     """Capacity wanted, standing shares not counted."""
     bytes_min: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 # -------------------------------------------------------------------------------------------------- fairness, interference
 
@@ -39,9 +39,9 @@ def interference(p95_beside_s: float, p95_alone_s: float) -> float:
     return min(100.0, 100.0 * max(0.0, p95_beside_s / p95_alone_s - 1.0))
 
 
-def most_disturbing(by_source: Mapping[ModelHash, float]) -> ModelHash | None:
+def most_disturbing(by_source: Mapping[DeploymentKey, float]) -> DeploymentKey | None:
     """Who yields for a target that is treated unfairly: the source that disturbs it most, if any does."""
-    source = min(by_source, key=lambda model_hash: (-by_source[model_hash], model_hash), default=None)
+    source = min(by_source, key=lambda deployment: (-by_source[deployment], deployment), default=None)
     return source if source is not None and by_source[source] > 0.0 else None
 
 

@@ -15,7 +15,7 @@ from itertools import islice
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look
 from broker.core.plan.problem import Block, Need
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 
 LIFE_S_MAX = 10.0
 """Models whose requests run for longer get no spares: a rush would weigh on the neighbours long after it."""
@@ -31,7 +31,7 @@ class Spares:
 
     kept: dict[ReplicaId, None] = field(default_factory=dict)
     new: list[Block] = field(default_factory=list)
-    share: dict[ModelHash, float] = field(default_factory=dict)
+    share: dict[DeploymentKey, float] = field(default_factory=dict)
 
 
 class SpareChooser:

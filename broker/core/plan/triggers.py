@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, SetReplicaConcurrency
 from broker.core.plan.windows import InRow
 from broker.core.pool.catalogue import DeviceKey
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 
 HIT_RATIO_GROWS_KV = 0.85
 HIT_RATIO_EVICTS = 0.70
@@ -56,7 +56,7 @@ class EngineReading:
     """What is known of one ready replica. Ratios and times are over the last seconds; None where the engine does not say."""
 
     replica: ReplicaId
-    model_hash: ModelHash
+    deployment: DeploymentKey
     devices: tuple[DeviceKey, ...]
     waiting: int
     """Requests that wait for its model, in all queues."""
@@ -86,7 +86,7 @@ class EvictNeighbourKv:
 class LoadReplica:
     """One more replica of the model, wherever there is room."""
 
-    model_hash: ModelHash
+    deployment: DeploymentKey
     reason: str
 
 
@@ -153,8 +153,8 @@ class Triggers:
         victim = min(givers, key=lambda other: (other.waiting, other.replica), default=None)
         if victim is not None and self._tell(now_s, "evict", reading.replica):
             facts.append(EvictNeighbourKv(reading.replica, victim.replica, self.settings.evict_ratio, why))
-        if self._tell(now_s, "load", reading.model_hash):
-            facts.append(LoadReplica(reading.model_hash, why))
+        if self._tell(now_s, "load", reading.deployment):
+            facts.append(LoadReplica(reading.deployment, why))
         return facts
 
     def _contends(self, now_s: float, reading: EngineReading, beside: list[EngineReading]) -> list[Fact]:

@@ -11,7 +11,7 @@ from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import SchedulerSettings
 from broker.core.pool.state import COMING, Device, Flow, Pool, Replica, Reservation
 from broker.core.pool.transactions import Transactions
-from subjects.ids import ModelHash, ReplicaId, base_name
+from subjects.ids import DeploymentKey, ReplicaId, base_name
 from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
 
 UNBOUNDED = 1 << 30
@@ -45,14 +45,14 @@ class ViewBuilder:
     def build(self, now_s: float) -> PoolView:
         """The pool now, with demand as of the last look, and the flow since the last view."""
         flows = self._pool.take_flow()
-        coming: dict[ModelHash, list[Reservation]] = {}
+        coming: dict[DeploymentKey, list[Reservation]] = {}
         for held in self._pool.unlisted_reservations():
-            coming.setdefault(held.model_hash, []).append(held)
-        records = sorted(self._catalogue.by_hash(), key=lambda record: record.model_hash)
+            coming.setdefault(held.deployment, []).append(held)
+        records = sorted(self._catalogue.by_deployment(), key=lambda record: record.deployment)
         known, self._replicas = self._replicas, {}
         models = {
-            record.model_hash: self._model(
-                now_s, record, coming.get(record.model_hash, []), flows.get(record.model_hash), known
+            record.deployment: self._model(
+                now_s, record, coming.get(record.deployment, []), flows.get(record.deployment), known
             )
             for record in records
         }
@@ -74,9 +74,9 @@ class ViewBuilder:
                 load = catalogue.declared[name]
                 record = catalogue.records.get(load.model)
                 if record is not None or not load.model:
-                    model_hash = record.model_hash if record is not None else None
+                    deployment = record.deployment if record is not None else None
                     events.append(
-                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, model_hash, load.factor, load.at_least)
+                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, deployment, load.factor, load.at_least)
                     )
             self._events = (catalogue.news, tuple(events))
         return self._events[1]
@@ -108,7 +108,7 @@ class ViewBuilder:
         lost = room.held_back_bytes
         for replica in room.replicas:
             report = replica.report
-            record = self._catalogue.of_hash(report.model_hash)
+            record = self._catalogue.of_deployment(report.deployment)
             if replica.replica in pool.leaving:
                 continue
             if record is None or replica.dead:
@@ -127,14 +127,14 @@ class ViewBuilder:
         known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
     ) -> ModelView:
         pool, catalogue = self._pool, self._catalogue
-        model_hash = record.model_hash
-        model = catalogue.model(model_hash)
-        demand = self._feasibility.demand(model_hash)
-        mode = catalogue.mode(model_hash)
+        deployment = record.deployment
+        model = catalogue.model(deployment)
+        demand = self._feasibility.demand(deployment)
+        mode = catalogue.mode(deployment)
         stays = mode is not Mode.ACT or self._feasibility.all_stay(record)
         replicas: list[ReplicaView] = []
         leaving = 0
-        for replica in pool.replicas_for(model_hash):
+        for replica in pool.replicas_for(deployment):
             if replica.dead or pool.worker_leaves(replica.worker):
                 continue
             state = replica.report.state
@@ -156,7 +156,7 @@ class ViewBuilder:
             finished=flow.finished if flow is not None else 0,
             within_slo=flow.within_slo if flow is not None else 0,
             load_s=model.load_s if model.load_s is not None else load_s_guess(record),
-            may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(model_hash),
+            may_load=model.retry_s <= now_s and not model.held_down and not catalogue.locked(deployment),
             may_act=mode is Mode.ACT,
             advises=mode is Mode.ADVISE,
             fails=model.failures > 0,
@@ -167,7 +167,7 @@ class ViewBuilder:
 
     def _resizes(self, record: ModelRecord, model: Model) -> bool:
         """What its replicas have said; before any has, what the workers say of its engine."""
-        for replica in self._pool.open_replicas(record.model_hash):
+        for replica in self._pool.open_replicas(record.deployment):
             model.resizes_kv = replica.report.resizes_kv
         if model.resizes_kv is not None:
             return model.resizes_kv
@@ -193,7 +193,7 @@ class ViewBuilder:
             since_s = transaction.begun_s if transaction is not None else replica.reported_s - report.state_s
         view = ReplicaView(
             replica.replica,
-            report.model_hash,
+            report.deployment,
             tuple([(replica.worker, device) for device in replica.devices]),
             ReplicaState.READY if ready else ReplicaState.LOADING,
             since_s,
@@ -217,7 +217,7 @@ class ViewBuilder:
         placed = transaction.record if transaction is not None and transaction.record is not None else record
         return ReplicaView(
             replica=ReplicaId(held.replica_name),
-            model_hash=held.model_hash,
+            deployment=held.deployment,
             devices=tuple((held.worker, device) for device in held.devices),
             state=ReplicaState.LOADING,
             since_s=begun_s,

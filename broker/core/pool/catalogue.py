@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from broker.core.pool.overrides import PINNED
-from subjects.ids import DeviceId, ModelHash, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ModelHash, WorkerId
 from subjects.messages import DeclaredLoad, Mode, ModelRecord, OverrideKind, Overrides
 
 DeviceKey = tuple[WorkerId, DeviceId]
@@ -15,7 +15,7 @@ DeviceKey = tuple[WorkerId, DeviceId]
 
 @dataclass(slots=True)
 class Model:
-    """What is remembered of one model hash."""
+    """What is remembered of one deployment."""
 
     last_used_s: float = -math.inf
     load_s: float | None = None
@@ -63,16 +63,17 @@ class Catalogue:
         self.shared: list[list[ModelRecord]] = []
         """Records of each model that has several names."""
         self._stand_back: frozenset[str] = frozenset()
-        self._of_hash: dict[ModelHash, ModelRecord] = {}
-        self._models: dict[ModelHash, Model] = {}
+        self._of_deployment: dict[DeploymentKey, ModelRecord] = {}
+        self._of_files: dict[ModelHash, DeploymentKey] = {}
+        self._models: dict[DeploymentKey, Model] = {}
         self._by_name: list[ModelRecord] = []
-        self._by_hash: list[ModelRecord] = []
+        self._by_deployment: list[ModelRecord] = []
         self._pins: dict[str, bool] = {}
-        self._pinned: set[ModelHash] = set()
+        self._pinned: set[DeploymentKey] = set()
         self._locks: dict[str, None] = {}
-        self._locked: set[ModelHash] = set()
+        self._locked: set[DeploymentKey] = set()
         self._modes: dict[str, Mode] = {}
-        self._mode_of: dict[ModelHash, Mode] = {}
+        self._mode_of: dict[DeploymentKey, Mode] = {}
 
     def load(self, records: Iterable[ModelRecord]) -> None:
         """The whole registry."""
@@ -83,7 +84,7 @@ class Catalogue:
     def apply(self, record: ModelRecord) -> None:
         """Adds or replaces one; its failures are forgotten."""
         self.records[record.name] = record
-        self.model(record.model_hash).clear()
+        self.model(record.deployment).clear()
         self._index()
 
     def remove(self, name: str) -> None:
@@ -95,25 +96,28 @@ class Catalogue:
         self.news += 1
         records = self.records.values()
         self.all_co_locate = all(record.allow_co_location for record in records) and len({r.tenant for r in records}) <= 1
-        self._of_hash.clear()
+        self._of_deployment.clear()
+        self._of_files.clear()
         self._pinned.clear()
         self._locked.clear()
         self._mode_of.clear()
         for name in sorted(self.records):
             record = self.records[name]
-            self._mode_of.setdefault(record.model_hash, self._modes.get(name, record.mode))
+            self._mode_of.setdefault(record.deployment, self._modes.get(name, record.mode))
             if name in self._locks:
-                self._locked.add(record.model_hash)
+                self._locked.add(record.deployment)
             if self._pins.get(name, record.pinned):
-                self._pinned.add(record.model_hash)
+                self._pinned.add(record.deployment)
         self._by_name = [self.records[name] for name in sorted(self.records)]
-        names_of: dict[ModelHash, list[ModelRecord]] = {}
+        names_of: dict[DeploymentKey, list[ModelRecord]] = {}
         for record in self._by_name:
-            names_of.setdefault(record.model_hash, []).append(record)
+            names_of.setdefault(record.deployment, []).append(record)
+            if self._of_files.setdefault(record.model_hash, record.deployment) != record.deployment:
+                self._of_files[record.model_hash] = DeploymentKey("")
         self.shared = [named for named in names_of.values() if len(named) > 1]
-        for model_hash, named in names_of.items():
-            self._of_hash[model_hash] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
-        self._by_hash = sorted(self._of_hash.values(), key=lambda record: record.name)
+        for deployment, named in names_of.items():
+            self._of_deployment[deployment] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
+        self._by_deployment = sorted(self._of_deployment.values(), key=lambda record: record.name)
         acts = all(mode is Mode.ACT for mode in self._mode_of.values())
         self.any_stay = not acts or bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
 
@@ -139,40 +143,44 @@ class Catalogue:
 
     def pinned(self, record: ModelRecord) -> bool:
         """Whether a model may not be evicted: one of the names that share it is pinned."""
-        return record.model_hash in self._pinned
+        return record.deployment in self._pinned
 
-    def locked(self, model_hash: ModelHash) -> bool:
+    def locked(self, deployment: DeploymentKey) -> bool:
         """Whether one of the names that share a model is locked."""
-        return model_hash in self._locked
+        return deployment in self._locked
 
-    def mode(self, model_hash: ModelHash) -> Mode:
+    def mode(self, deployment: DeploymentKey) -> Mode:
         """How far the scheduler may go with a model; with one that nobody applied it may do all."""
-        return self._mode_of.get(model_hash, Mode.ACT)
+        return self._mode_of.get(deployment, Mode.ACT)
 
     def by_name(self) -> list[ModelRecord]:
         """All records in order of name."""
         return self._by_name
 
-    def by_hash(self) -> list[ModelRecord]:
+    def by_deployment(self) -> list[ModelRecord]:
         """One record for each model, in order of name."""
-        return self._by_hash
+        return self._by_deployment
 
-    def records_by_hash(self) -> Mapping[ModelHash, ModelRecord]:
+    def records_by_deployment(self) -> Mapping[DeploymentKey, ModelRecord]:
         """The record that speaks for each model."""
-        return self._of_hash
+        return self._of_deployment
 
-    def of_hash(self, model_hash: ModelHash) -> ModelRecord | None:
+    def of_deployment(self, deployment: DeploymentKey) -> ModelRecord | None:
         """The record that speaks for a model, or None when nobody applied it."""
-        return self._of_hash.get(model_hash)
+        return self._of_deployment.get(deployment)
 
-    def model(self, model_hash: ModelHash) -> Model:
+    def deployment_of(self, model_hash: ModelHash) -> DeploymentKey:
+        """The one deployment of these files; empty where there is none, or are several."""
+        return self._of_files.get(model_hash, DeploymentKey(""))
+
+    def model(self, deployment: DeploymentKey) -> Model:
         """The memory of a model, made when it is first asked for."""
-        known = self._models.get(model_hash)
+        known = self._models.get(deployment)
         if known is None:
-            known = self._models[model_hash] = Model()
+            known = self._models[deployment] = Model()
         return known
 
-    def name(self, model_hash: ModelHash) -> str:
+    def name(self, deployment: DeploymentKey) -> str:
         """A name for people."""
-        record = self.of_hash(model_hash)
-        return record.name if record is not None else model_hash[:16]
+        record = self.of_deployment(deployment)
+        return record.name if record is not None else deployment[:16]

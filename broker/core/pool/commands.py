@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from broker.core.pool.events import SchedulerCommand, SchedulerSettings, SendCommand
 from broker.core.pool.transaction import Change, Operation, Transaction, Victim
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     DrainReplica,
     EvictKv,
@@ -114,7 +114,6 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         order: KvOrder,
-        model_hash: ModelHash | None,
         out: list[SchedulerCommand],
         *,
         operation: OperationId | None = None,
@@ -128,7 +127,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 ratio=order.ratio,
-                model_hash=model_hash,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -138,7 +136,6 @@ class Orders:
                 epoch=epoch,
                 reason=reason,
                 source_worker=order.source,
-                model_hash=model_hash,
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
@@ -212,7 +209,7 @@ class Orders:
         now_s: float,
         transaction: Transaction,
         replicas: Sequence[ReplicaId],
-        model_hashes: Sequence[ModelHash],
+        deployments: Sequence[DeploymentKey],
         *,
         forced: bool,
     ) -> None:
@@ -229,7 +226,7 @@ class Orders:
                 record=transaction.record,
                 replica_name=transaction.replica_name,
                 replicas=tuple(replicas),
-                model_hashes=tuple(model_hashes),
+                deployments=tuple(deployments),
                 forced=forced,
                 drain_s=transaction.drain_s,
                 kv_bytes=change.kv_bytes if change is not None else None,

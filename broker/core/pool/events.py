@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     Alert,
     CommandReply,
@@ -178,7 +178,7 @@ class KvOrdered:
     """A person wants something done about a model's KV by a worker's node: evicted, or pulled from another's (SCH-8)."""
 
     worker: WorkerId
-    model_hash: ModelHash
+    deployment: DeploymentKey
     order: KvOrder
 
 
@@ -193,7 +193,7 @@ class CostsKept:
 class ProfileAsked:
     """A person wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
 
-    model_hash: ModelHash
+    deployment: DeploymentKey
     for_s: float
     batch_max: int
 

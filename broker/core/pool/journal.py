@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from broker.core.pool.catalogue import Catalogue
+from broker.core.pool.older import kept_in_journal
 from broker.core.pool.state import COMING, Pool, Replica
-from subjects.ids import ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, OperationId, ReplicaId, WorkerId
 from subjects.messages import (
     JournalEntry,
     LoadModel,
@@ -131,13 +132,13 @@ class TransactionLog:
             return known
         return next((one for one in reversed(self._known.values()) if OperationId(name) in one.steps), None)
 
-    def of_model(self, model_hash: ModelHash, *, latest_max: int) -> list[Recorded]:
+    def of_model(self, deployment: DeploymentKey, *, latest_max: int) -> list[Recorded]:
         """The latest transactions in which a model came, went or changed, newest first."""
         found = [
             one
             for one in reversed(self._known.values())
-            if model_hash in one.began.model_hashes
-            or (one.began.record is not None and one.began.record.model_hash == model_hash)
+            if deployment in one.began.deployments
+            or (one.began.record is not None and one.began.record.deployment == deployment)
         ]
         return found[:latest_max]
 
@@ -178,7 +179,7 @@ class Resumption:
     """The replica that it was loading, if an agent lists it: ready when FINISHED, on its way when GO_ON."""
     there: tuple[ReplicaId, ...] = ()
     """Those that still have to leave, or to be changed."""
-    gone: tuple[tuple[ReplicaId, ModelHash], ...] = ()
+    gone: tuple[tuple[ReplicaId, DeploymentKey], ...] = ()
     """Those that have left for it."""
 
 
@@ -189,18 +190,18 @@ def resume(entries: Iterable[JournalEntry], pool: Pool, catalogue: Catalogue) ->
     """
     log = TransactionLog()
     for entry in entries:
-        log.add(entry)
+        log.add(kept_in_journal(entry, catalogue))
     return [_resumption(one, pool, catalogue) for one in log.transactions() if one.ended_unix_s is None]
 
 
 def _resumption(one: Recorded, pool: Pool, catalogue: Catalogue) -> Resumption:
     began = one.began
     there: list[Replica] = []
-    gone: list[tuple[ReplicaId, ModelHash]] = []
-    for replica, model_hash in zip(began.replicas, began.model_hashes, strict=False):
+    gone: list[tuple[ReplicaId, DeploymentKey]] = []
+    for replica, deployment in zip(began.replicas, began.deployments, strict=False):
         listed = pool.replicas.get(replica)
         if listed is None or listed.dead or listed.report.state is ReplicaState.FAILED:
-            gone.append((replica, model_hash))
+            gone.append((replica, deployment))
         else:
             there.append(listed)
     newcomer = pool.replica_named(began.worker, began.replica_name) if began.replica_name else None
@@ -237,7 +238,7 @@ def _of_placement(
     catalogue: Catalogue,
     newcomer: Replica | None,
     there: list[Replica],
-    gone: list[tuple[ReplicaId, ModelHash]],
+    gone: list[tuple[ReplicaId, DeploymentKey]],
 ) -> tuple[Course, str]:
     began = one.began
     if newcomer is not None and not newcomer.dead:
@@ -252,9 +253,9 @@ def _of_placement(
         return Course.MAKE_GOOD, load.failure
     if load is not None and load.failure == "":
         return Course.FINISHED, "its newcomer was ready, and has left since"
-    if began.record is None or catalogue.of_hash(began.record.model_hash) is None:
+    if began.record is None or catalogue.of_deployment(began.record.deployment) is None:
         return Course.MAKE_GOOD, "nobody applied its model (any more)"
-    if catalogue.locked(began.record.model_hash):
+    if catalogue.locked(began.record.deployment):
         return Course.MAKE_GOOD, "a person has locked its model"
     if began.replicas and not gone and all(replica.report.state is ReplicaState.READY for replica in there):
         return Course.DROP, "nobody had left for it"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from broker.core.pool.members import COMING, Replica
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import DeviceReport, WorkerSnapshot
 
 
@@ -21,7 +21,7 @@ class Reservation:
     devices: tuple[DeviceId, ...]
     """All that it will span, the leading one first."""
     replica_name: str
-    model_hash: ModelHash
+    deployment: DeploymentKey
     budget_bytes: int
     """On each device."""
     sent: bool = False
@@ -50,7 +50,7 @@ class Room:
     """Loads under way: they are serial."""
     loads_coming: int
     """Loads under way or promised."""
-    models: tuple[ModelHash, ...]
+    models: tuple[DeploymentKey, ...]
     """Models listed or promised there."""
     held_back_bytes: int
     """What the agent holds back beside what it lists."""
@@ -140,6 +140,6 @@ def _room(
         largest,
         loads,
         loads + sum(not r.sent for r in promised),
-        tuple([r.report.model_hash for r in replicas] + [r.model_hash for r in promised]),
+        tuple([r.report.deployment for r in replicas] + [r.deployment for r in promised]),
         held_back,
     )

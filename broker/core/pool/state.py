@@ -28,7 +28,7 @@ from broker.core.pool.memory import Reservation as Reservation
 from broker.core.pool.memory import Room as Room
 from broker.core.pool.memory import rooms_of
 from broker.core.pool.overrides import split_device
-from subjects.ids import DeviceId, ModelHash, ReplicaId, WorkerId, base_name
+from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     IngressTelemetry,
     OverrideKind,
@@ -54,7 +54,7 @@ class Pool:
         self._locked_replicas: dict[ReplicaId, None] = {}
         self.workers: dict[WorkerId, Worker] = {}
         self.replicas: dict[ReplicaId, Replica] = {}
-        self._of_model: dict[ModelHash, dict[ReplicaId, None]] = {}
+        self._of_model: dict[DeploymentKey, dict[ReplicaId, None]] = {}
         self._of_worker: dict[WorkerId, dict[ReplicaId, None]] = {}
         self._named: dict[tuple[WorkerId, str], ReplicaId] = {}
         self._reserved_at: dict[WorkerId, dict[str, None]] = {}
@@ -63,8 +63,8 @@ class Pool:
         # What follows only remembers what was computed; whatever changes a worker or a model forgets its part.
         self._rooms: dict[WorkerId, dict[DeviceId, Room]] = {}
         self._devices: dict[bool, list[Device]] = {}
-        self._serving: dict[ModelHash, tuple[list[Replica], int]] = {}
-        self._promised_to: dict[ModelHash, int] | None = None
+        self._serving: dict[DeploymentKey, tuple[list[Replica], int]] = {}
+        self._promised_to: dict[DeploymentKey, int] | None = None
         self._in_order: list[Replica] | None = None
         self.dead: dict[ReplicaId, None] = {}
         """Declared dead, oldest first; bounded."""
@@ -165,7 +165,7 @@ class Pool:
     def _touch_replica(self, replica: Replica) -> None:
         """What it takes, or whether it serves, may be another now."""
         self._touch(replica.worker)
-        self._serving.pop(replica.report.model_hash, None)
+        self._serving.pop(replica.report.deployment, None)
 
     def report(self, now_s: float, snapshot: WorkerSnapshot) -> Changes:
         """Takes an agent's whole state; one older than what we have is only a sign of life."""
@@ -327,7 +327,7 @@ class Pool:
         ready_s = now_s - report.state_s if report.state is ReplicaState.READY else None
         replica = Replica(worker, report, now_s, ready_s, report.replica in self.dead)
         self.replicas[report.replica] = replica
-        self._of_model.setdefault(report.model_hash, {})[report.replica] = None
+        self._of_model.setdefault(report.deployment, {})[report.replica] = None
         self._of_worker.setdefault(worker, {})[report.replica] = None
         self._named[(worker, base_name(report.replica))] = report.replica
         self._in_order = None
@@ -344,7 +344,7 @@ class Pool:
         return known
 
     def _unlist(self, replica: Replica) -> None:
-        self._of_model[replica.report.model_hash].pop(replica.replica)
+        self._of_model[replica.report.deployment].pop(replica.replica)
         self._of_worker[replica.worker].pop(replica.replica)
         self._named.pop((replica.worker, base_name(replica.replica)), None)
         self._in_order = None
@@ -398,7 +398,7 @@ class Pool:
         self._inflow.judge(self._heard_s - settings.ingress_silent_s)
         return tuple(died)
 
-    def ingress(self, now_s: float, telemetry: IngressTelemetry) -> list[ModelHash]:
+    def ingress(self, now_s: float, telemetry: IngressTelemetry) -> list[DeploymentKey]:
         """Takes a gateway's whole demand; returns the models that start to wait there."""
         return self._inflow.take(now_s, self._heard_s, telemetry)
 
@@ -406,13 +406,13 @@ class Pool:
         """Whether a gateway's telemetry has not been counted yet."""
         return self._inflow.is_news(telemetry)
 
-    def take_flow(self) -> dict[ModelHash, Flow]:
+    def take_flow(self) -> dict[DeploymentKey, Flow]:
         """What arrived and ended since the last call, each telemetry counted once."""
         return self._inflow.take_flow()
 
     # -------------------------------------------------------------------------------------------------------- asking
 
-    def demand(self, now_s: float) -> dict[ModelHash, Demand]:
+    def demand(self, now_s: float) -> dict[DeploymentKey, Demand]:
         """Demand by model over all gateways. A wait has grown since it was reported."""
         return self._inflow.demand(now_s)
 
@@ -426,23 +426,23 @@ class Pool:
         """All that is listed of a worker."""
         return [self.replicas[replica] for replica in self._of_worker.get(worker, ())]
 
-    def replicas_for(self, model: ModelHash) -> list[Replica]:
+    def replicas_for(self, model: DeploymentKey) -> list[Replica]:
         """All that is listed of a model."""
         return [self.replicas[replica] for replica in self._of_model.get(model, ())]
 
-    def open_replicas(self, model: ModelHash) -> list[Replica]:
+    def open_replicas(self, model: DeploymentKey) -> list[Replica]:
         """Ready, staying and not dead: those that serve."""
         return self._served_by(model)[0]
 
-    def coming_replicas(self, model: ModelHash) -> int:
+    def coming_replicas(self, model: DeploymentKey) -> int:
         """On their way to ready: listed ones, and promised ones that are not listed yet."""
         if self._promised_to is None:
             self._promised_to = {}
             for held in self.unlisted_reservations():
-                self._promised_to[held.model_hash] = self._promised_to.get(held.model_hash, 0) + 1
+                self._promised_to[held.deployment] = self._promised_to.get(held.deployment, 0) + 1
         return self._served_by(model)[1] + self._promised_to.get(model, 0)
 
-    def _served_by(self, model: ModelHash) -> tuple[list[Replica], int]:
+    def _served_by(self, model: DeploymentKey) -> tuple[list[Replica], int]:
         """The replicas that serve a model, and how many that are listed are on their way."""
         known = self._serving.get(model)
         if known is None:
@@ -527,4 +527,4 @@ def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
 
 
 def _elsewhere(one: ReplicaReport, other: ReplicaReport) -> bool:
-    return one.device != other.device or one.model_hash != other.model_hash or one.peers != other.peers
+    return one.device != other.device or one.deployment != other.deployment or one.peers != other.peers

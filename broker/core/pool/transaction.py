@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import KvOrder, ModelRecord, WorkerCommand
 
 
@@ -74,7 +74,7 @@ class Victim:
     """A replica that leaves. ``unloads`` counts unload commands; the second and later ones are forced."""
 
     replica: ReplicaId
-    model_hash: ModelHash
+    deployment: DeploymentKey
     drained: bool = False
     forced: bool = False
     unloads: int = 0

@@ -35,7 +35,7 @@ from broker.core.pool.state import COMING, Pool, Replica, Reservation, Worker
 from broker.core.pool.transaction import TRANSITIONS as TRANSITIONS
 from broker.core.pool.transaction import Change, Fault, Kind, Operation, Transaction, Victim
 from broker.core.pool.transaction import Stage as Stage
-from subjects.ids import DeviceId, ModelHash, OperationId, ReplicaId, WorkerId, base_name
+from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId, base_name
 from subjects.messages import (
     CommandOutcome,
     CommandReply,
@@ -105,7 +105,7 @@ class Transactions:
         self._newcomers[transaction.replica_name] = transaction.number
         self._pool.reserve(
             Reservation(
-                placement.worker, placement.devices, transaction.replica_name, record.model_hash, record.budget_bytes
+                placement.worker, placement.devices, transaction.replica_name, record.deployment, record.budget_bytes
             )
         )
         self._began(now_s, transaction, placement.victims)
@@ -148,7 +148,7 @@ class Transactions:
         self,
         now_s: float,
         worker: WorkerId,
-        model_hash: ModelHash,
+        deployment: DeploymentKey,
         order: KvOrder,
         reason: str,
         out: list[SchedulerCommand],
@@ -157,8 +157,8 @@ class Transactions:
         kind = Kind.EVICT_KV if order.source is None else Kind.MIGRATE_KV
         transaction = self._begin(now_s, kind, worker, (), reason)
         transaction.kv = order
-        self.orders.begin(now_s, transaction, (), (model_hash,), forced=False)
-        self._send_kv(now_s, transaction, order, model_hash, None, out)
+        self.orders.begin(now_s, transaction, (), (deployment,), forced=False)
+        self._send_kv(now_s, transaction, order, None, out)
         return transaction
 
     def take_up_kv(
@@ -169,7 +169,7 @@ class Transactions:
         transaction = self._begin(now_s, Kind(began.kind), began.worker, (), began.reason)
         transaction.name = began.transaction
         transaction.kv = order
-        self._send_kv(now_s, transaction, order, next(iter(began.model_hashes), None), sent, out)
+        self._send_kv(now_s, transaction, order, sent, out)
         return transaction
 
     def _send_kv(
@@ -177,13 +177,12 @@ class Transactions:
         now_s: float,
         transaction: Transaction,
         order: KvOrder,
-        model_hash: ModelHash | None,
         sent: OperationId | None,
         out: list[SchedulerCommand],
     ) -> None:
         transaction.move(now_s, Stage.WAITING)
         transaction.move(now_s, Stage.CHANGING)
-        self.orders.ask_kv(now_s, transaction, order, model_hash, out, operation=sent)
+        self.orders.ask_kv(now_s, transaction, order, out, operation=sent)
 
     def _begin_change(self, now_s: float, kind: Kind, replica: Replica, change: Change, reason: str) -> Transaction:
         transaction = self._begin(now_s, kind, replica.worker, replica.devices, reason)
@@ -204,8 +203,8 @@ class Transactions:
     def _began(
         self, now_s: float, transaction: Transaction, replicas: tuple[ReplicaId, ...], *, forced: bool = False
     ) -> None:
-        model_hashes = [self._pool.replicas[replica].report.model_hash for replica in replicas]
-        self.orders.begin(now_s, transaction, replicas, model_hashes, forced=forced)
+        deployments = [self._pool.replicas[replica].report.deployment for replica in replicas]
+        self.orders.begin(now_s, transaction, replicas, deployments, forced=forced)
 
     def take_up(
         self,
@@ -213,7 +212,7 @@ class Transactions:
         began: TransactionBegan,
         newcomer: Replica | None,
         there: Sequence[Replica],
-        gone: Sequence[tuple[ReplicaId, ModelHash]],
+        gone: Sequence[tuple[ReplicaId, DeploymentKey]],
         out: list[SchedulerCommand],
     ) -> Transaction:
         """Goes on with a placement or retirement of an earlier leader, under its own name.
@@ -223,8 +222,8 @@ class Transactions:
         transaction = self._begin(now_s, Kind(began.kind), began.worker, began.devices, began.reason)
         transaction.name = began.transaction
         transaction.drain_s = began.drain_s
-        for replica, model_hash in gone:
-            transaction.victims[replica] = Victim(replica, model_hash, gone=True, begun_s=now_s, gone_s=now_s)
+        for replica, deployment in gone:
+            transaction.victims[replica] = Victim(replica, deployment, gone=True, begun_s=now_s, gone_s=now_s)
             self._leavers[replica] = transaction.number
         if began.record is not None:
             transaction.record = began.record
@@ -236,7 +235,7 @@ class Transactions:
                         began.worker,
                         began.devices,
                         began.replica_name,
-                        began.record.model_hash,
+                        began.record.deployment,
                         began.record.budget_bytes,
                     )
                 )
@@ -264,8 +263,8 @@ class Transactions:
                 if self.running[number].stage is Stage.WAITING:
                     self._abort(now_s, self.running[number], Fault.UNWANTED, "its replica leaves")
             self._pool.leave(replica)
-            model_hash = self._pool.replicas[replica].report.model_hash
-            victim = Victim(replica, model_hash, drained=forced, forced=forced, begun_s=now_s)
+            deployment = self._pool.replicas[replica].report.deployment
+            victim = Victim(replica, deployment, drained=forced, forced=forced, begun_s=now_s)
             transaction.victims[replica] = victim
             self._leavers[replica] = transaction.number
             if forced:

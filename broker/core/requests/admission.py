@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from profiles.costs import prefill_s
-from subjects.ids import ModelHash, RequestId, Tenant
+from subjects.ids import DeploymentKey, RequestId, Tenant
 from subjects.messages import TASK_OF, Adapter, Endpoint, ModelRecord, PoolModel, SlaClass, Task
 
 _Key = TypeVar("_Key")
@@ -174,7 +174,7 @@ def yields_at_s(record: ModelRecord, input_tokens: int, arrived_s: float) -> flo
 @dataclass(slots=True)
 class _Taken:
     tenant: Tenant
-    queue: tuple[ModelHash, SlaClass]
+    queue: tuple[DeploymentKey, SlaClass]
     waiting: bool = True
 
 
@@ -186,14 +186,14 @@ class Admission:
         self._limits = limits
         self._taken: dict[RequestId, _Taken] = {}
         self._of_tenant: dict[Tenant, int] = {}
-        self._waiting: dict[tuple[ModelHash, SlaClass], int] = {}
+        self._waiting: dict[tuple[DeploymentKey, SlaClass], int] = {}
 
     @property
     def in_flight(self) -> int:
         """Requests taken on and not ended."""
         return len(self._taken)
 
-    def waiting(self, model: ModelHash, sla_class: SlaClass) -> int:
+    def waiting(self, model: DeploymentKey, sla_class: SlaClass) -> int:
         """Requests of one queue that no replica has yet."""
         return self._waiting.get((model, sla_class), 0)
 
@@ -214,7 +214,7 @@ class Admission:
         if len(self._taken) >= self._limits.in_flight_max:
             message = "This gateway has as many requests in flight as it takes."
             return Refused(503, message, "server_error", "overloaded", None, retry_after_s(estimate_s))
-        queue = (record.model_hash, sla_class)
+        queue = (record.deployment, sla_class)
         if self._waiting.get(queue, 0) >= record.queue_requests_max:
             message = f"The queue of model '{record.name}' is full: {record.queue_requests_max} requests wait already."
             return Refused(503, message, "server_error", "queue_full", "model", retry_after_s(estimate_s))

@@ -63,7 +63,7 @@ from broker.core.requests.events import (
 from broker.core.requests.links import Link, Links
 from broker.core.requests.live import QUEUED, TRANSITIONS, LiveRequest, State, Taken
 from kvcache.core.prefix_index import PrefixIndex
-from subjects.ids import IngressId, ModelHash, ModelKey, ReplicaId, RequestId, model_key
+from subjects.ids import DeploymentKey, IngressId, ModelKey, ReplicaId, RequestId, model_key
 from subjects.messages import (
     Cancel,
     Claim,
@@ -107,7 +107,7 @@ class RequestCore:
         self._links = Links(prefixes)
         self._recent: OrderedDict[RequestId, tuple[float, RefusalReason]] = OrderedDict()
         self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
-        self._models: dict[ModelHash, PoolModel] = {}
+        self._models: dict[DeploymentKey, PoolModel] = {}
         self._agenda: Agenda[RequestId] = Agenda()
         self._demand = DemandLedger()
         self._stressed_s = 0.0
@@ -245,17 +245,18 @@ class RequestCore:
             yields_at_s=event.yields_at_s,
             sla=event.sla,
             adapter=event.adapter,
+            options=event.options,
             prefix=event.prefix,
             waits_since_s=now_s,
         )
         self._live[event.request] = live
         self._demand.arrived(live.profile)
-        model = self._models.get(live.profile.model_hash)
+        model = self._models.get(live.profile.deployment)
         if model is not None and model.refusal:
             self._end(now_s, live, self._refused_by_pool(model), out)
         elif not self._links.can_be_handed(live):
             self._publish(now_s, live, out)
-        elif not self._links.has_parked(live.profile.model_hash) and self._hand_over(now_s, live, out):
+        elif not self._links.has_parked(live.profile.deployment) and self._hand_over(now_s, live, out):
             pass
         elif self._links.holds_out_for(live) is not None:
             self._move(now_s, live, State.PARKED)
@@ -420,7 +421,7 @@ class RequestCore:
         live.retry_s = inf
         self._move(now_s, live, State.RUNNING)
         self._link(now_s, replica).running[live.request] = None
-        self._links.serves(replica, live.profile.model_hash)
+        self._links.serves(replica, live.profile.deployment)
         self._links.goes_to(replica, live)
 
     # ------------------------------------------------------------------------------------------------ after the grant
@@ -454,7 +455,7 @@ class RequestCore:
             out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
             link.linger_until_s = now_s + HELD_LINGER_S
 
-    def _serve_parked(self, now_s: float, model: ModelHash, replica: ReplicaId, out: list[RequestCommand]) -> None:
+    def _serve_parked(self, now_s: float, model: DeploymentKey, replica: ReplicaId, out: list[RequestCommand]) -> None:
         """A replica has said what it would take. Who is first and finds no room holds up those behind, but for those who
         wait for one replica only: they are asked when it or its neighbour speaks, and hold up nobody."""
         for request in self._links.parked(model):
@@ -600,7 +601,7 @@ class RequestCore:
             self._recent.popitem(last=False)
 
     def _no_capacity(self, live: LiveRequest, why: str) -> Failed:
-        model = self._models.get(live.profile.model_hash)
+        model = self._models.get(live.profile.deployment)
         retry_s = ceil(model.estimated_wait_s) if model is not None and model.estimated_wait_s > 0 else RETRY_AFTER_S
         return Failed(503, f"no capacity: {why}", code="no_capacity", retry_after_s=retry_s)
 
@@ -613,11 +614,11 @@ class RequestCore:
     # ------------------------------------------------------------------------------------------------ replicas, states
 
     def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[RequestCommand]) -> None:
-        self._models = {model.model_hash: model for model in digest.models}
-        ready: dict[ModelHash, tuple[ReplicaId, ...]] = {}
+        self._models = {model.deployment: model for model in digest.models}
+        ready: dict[DeploymentKey, tuple[ReplicaId, ...]] = {}
         for one in digest.replicas:
             if one.state is ReplicaState.READY and one.weight > 0:
-                ready[one.model_hash] = (*ready.get(one.model_hash, ()), one.replica)
+                ready[one.deployment] = (*ready.get(one.deployment, ()), one.replica)
         self._links.ready_are(ready)
         for replica in digest.dead:
             if replica not in self._dead:
@@ -625,10 +626,10 @@ class RequestCore:
                 self._bury(now_s, replica, out)
         while len(self._dead) > DEAD_MAX:
             self._dead.popitem(last=False)
-        refusals = {model_hash for model_hash, model in self._models.items() if model.refusal}
+        refusals = {deployment for deployment, model in self._models.items() if model.refusal}
         for live in list(self._live.values()) if refusals else ():
-            if live.state is not State.RUNNING and live.profile.model_hash in refusals:
-                self._end(now_s, live, self._refused_by_pool(self._models[live.profile.model_hash]), out)
+            if live.state is not State.RUNNING and live.profile.deployment in refusals:
+                self._end(now_s, live, self._refused_by_pool(self._models[live.profile.deployment]), out)
 
     def _bury(self, now_s: float, replica: ReplicaId, out: list[RequestCommand]) -> None:
         link = self._links.forget(replica)
@@ -670,7 +671,7 @@ class RequestCore:
         assert state in TRANSITIONS[live.state], f"{live.state} -> {state}"
         was_waiting = live.state not in (None, State.RUNNING)
         waits = state not in (None, State.RUNNING)
-        key = model_key(live.profile.model_hash)
+        key = model_key(live.profile.deployment)
         if live.state is State.STORED:
             live.stored = None
             self._stored[key].pop(live.request)

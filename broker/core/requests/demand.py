@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from profiles.costs import length_class
-from subjects.ids import ModelHash, RequestId
+from subjects.ids import DeploymentKey, ModelHash, RequestId
 from subjects.messages import Lane, ModelDemand, RequestKind, RequestProfile, Sla, SlaClass
 
-Key = tuple[ModelHash, str, str, str]
-"""Model, class, lane, business. Names in place of enum members: a request is counted several times, and theirs hash fast."""
+Key = tuple[DeploymentKey, str, str, str]
+"""Deployment, class, lane, business. Names in place of enum members: each request is counted often, and theirs hash fast."""
 
 
 def within_slo(sla: Sla, ttft_s: float, latency_s: float, output_tokens: int) -> bool:
@@ -24,6 +24,7 @@ class _Cell:
     """``waiting`` maps to the time since when, oldest first, because a request that waits again is put at the end. The lists
     are of what arrived, by length class."""
 
+    model_hash: ModelHash
     sla_class: SlaClass
     lane: Lane
     waiting: dict[RequestId, float] = field(default_factory=dict)
@@ -110,7 +111,8 @@ class DemandLedger:
                 continue
             rows.append(
                 ModelDemand(
-                    model_hash=key[0],
+                    model_hash=cell.model_hash,
+                    deployment=key[0],
                     sla_class=cell.sla_class,
                     lane=cell.lane,
                     business_id=key[3],
@@ -134,6 +136,7 @@ class DemandLedger:
             )
             if cell.waiting or cell.running:
                 self._cells[key] = _Cell(
+                    cell.model_hash,
                     cell.sla_class,
                     cell.lane,
                     waiting=cell.waiting,
@@ -145,10 +148,10 @@ class DemandLedger:
     def _cell(self, profile: RequestProfile) -> _Cell | None:
         if profile.kind is RequestKind.HEALTH_CHECK:
             return None
-        key = (profile.model_hash, profile.sla_class._value_, profile.lane._value_, profile.business_id)
+        key = (profile.deployment, profile.sla_class._value_, profile.lane._value_, profile.business_id)
         cell = self._cells.get(key)
         if cell is None:
-            cell = self._cells[key] = _Cell(profile.sla_class, profile.lane)
+            cell = self._cells[key] = _Cell(profile.model_hash, profile.sla_class, profile.lane)
         return cell
 
 

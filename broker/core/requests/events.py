@@ -92,7 +92,8 @@ class RequestSubmitted(msgspec.Struct, frozen=True):
 
     ``body`` is the client's JSON. After ``yields_at_s`` it can no longer meet its first-token target, and waits behind those
     that can (ops/decisions/0009). ``sla`` are its model's targets, by which its end is counted. ``adapter`` answers in place
-    of the base model. ``prefix`` is that of its prompt, where it could be found again; it crosses no bus.
+    of the base model; ``options`` are its name's parsers. ``prefix`` is that of its prompt, where it could be found
+    again; it crosses no bus.
     """
 
     request: RequestId
@@ -104,6 +105,7 @@ class RequestSubmitted(msgspec.Struct, frozen=True):
     yields_at_s: float = inf
     sla: Sla | None = None
     adapter: Adapter | None = None
+    options: dict[str, str | int | float | bool] | None = None
     prefix: PromptPrefix | None = None
 
 
@@ -212,7 +214,7 @@ RequestEvent = (
 
 
 class PublishTicket(msgspec.Struct, frozen=True):
-    """Store the ticket on the work-queue of ``model_key(ticket.profile.model_hash)``, its class and its lane.
+    """Store the ticket on the work-queue of ``model_key(ticket.profile.deployment)``, its class and its lane.
 
     Answered by exactly one ``TicketStored`` or ``TicketNotStored``. A retry keeps the message id.
     """

@@ -21,7 +21,7 @@ from broker.core.requests.affinity import NOWHERE, Choice, Place, choose
 from broker.core.requests.events import PARK_S, PARK_S_MAX
 from broker.core.requests.live import QUEUED, LiveRequest, State
 from kvcache.core.prefix_index import NOBODY, PrefixHolders, PrefixIndex
-from subjects.ids import ModelHash, ReplicaId, RequestId, WorkerId
+from subjects.ids import DeploymentKey, ReplicaId, RequestId, WorkerId
 from subjects.messages import Room, SlaClass
 
 SILENT_HELD_MAX = 1
@@ -86,15 +86,15 @@ class Links:
     def __init__(self, prefixes: PrefixIndex | None = None) -> None:
         self._prefixes = prefixes
         self.links: dict[ReplicaId, Link] = {}
-        self._serving: dict[ModelHash, dict[ReplicaId, Link]] = {}
-        self._queued: dict[tuple[ModelHash, str], tuple[int, float]] = {}
+        self._serving: dict[DeploymentKey, dict[ReplicaId, Link]] = {}
+        self._queued: dict[tuple[DeploymentKey, str], tuple[int, float]] = {}
         """By model and lane: how many wait in the queue, and since when it has not been empty."""
-        self._parked: dict[tuple[ModelHash, str], dict[RequestId, None]] = {}
+        self._parked: dict[tuple[DeploymentKey, str], dict[RequestId, None]] = {}
         """By model and class, in order of arrival."""
-        self._held_out: dict[ModelHash, dict[RequestId, ReplicaId]] = {}
+        self._held_out: dict[DeploymentKey, dict[RequestId, ReplicaId]] = {}
         """Of the parked: who waits for one replica though another had room."""
         self._handed = 0
-        self._ready: dict[ModelHash, tuple[ReplicaId, ...]] = {}
+        self._ready: dict[DeploymentKey, tuple[ReplicaId, ...]] = {}
         """As the pool's digest has it."""
 
     # ---------------------------------------------------------------------------------------------------------- links
@@ -106,15 +106,15 @@ class Links:
             found = self.links[replica] = Link()
         return found
 
-    def serves(self, replica: ReplicaId, model: ModelHash) -> None:
+    def serves(self, replica: ReplicaId, model: DeploymentKey) -> None:
         """It got a request of this model."""
         self._serving.setdefault(model, {})[replica] = self.link(replica)
 
-    def ready_are(self, ready: dict[ModelHash, tuple[ReplicaId, ...]]) -> None:
+    def ready_are(self, ready: dict[DeploymentKey, tuple[ReplicaId, ...]]) -> None:
         """The replicas that serve, by model. One that we have no link to may have room, but only the queue reaches it."""
         self._ready = ready
 
-    def models_of(self, replica: ReplicaId) -> list[ModelHash]:
+    def models_of(self, replica: ReplicaId) -> list[DeploymentKey]:
         """What it is known to serve: one model, as replicas are."""
         return [model for model, serving in self._serving.items() if replica in serving]
 
@@ -132,7 +132,7 @@ class Links:
         """A request is about to change its state."""
         change = (state in QUEUED) - (live.state in QUEUED)
         if change:
-            lane = (live.profile.model_hash, live.profile.lane._value_)
+            lane = (live.profile.deployment, live.profile.lane._value_)
             count, since_s = self._queued.pop(lane, (0, now_s))
             if count + change:
                 self._queued[lane] = (count + change, since_s)
@@ -147,28 +147,28 @@ class Links:
 
     def can_be_handed(self, live: LiveRequest) -> bool:
         """Whether one message holds it whole, and a replica takes it in hand."""
-        serving = self._serving.get(live.profile.model_hash)
+        serving = self._serving.get(live.profile.deployment)
         return serving is not None and live.grant_parts() == 1 and any(link.takes(live) for link in serving.values())
 
     def may_park(self, now_s: float, live: LiveRequest) -> bool:
         """Whether its model has no replica but those that we hear from, so that nobody could serve it sooner, and its lane
         has no queue that lasts: in such a one it takes its place at once."""
-        count, since_s = self._queued.get((live.profile.model_hash, live.profile.lane._value_), (0, now_s))
+        count, since_s = self._queued.get((live.profile.deployment, live.profile.lane._value_), (0, now_s))
         if count and now_s - since_s > PARK_S_MAX:
             return False
-        return all(replica in self.links for replica in self._ready.get(live.profile.model_hash, ()))
+        return all(replica in self.links for replica in self._ready.get(live.profile.deployment, ()))
 
     def pick(self, now_s: float, live: LiveRequest) -> Choice:
         """Where it goes: the replica with the most room for it, of equals the one known first, or as its prefix would have
         it; nowhere while others of its lane are queued."""
-        if (live.profile.model_hash, live.profile.lane._value_) in self._queued:
+        if (live.profile.deployment, live.profile.lane._value_) in self._queued:
             return NOWHERE
         holders = self._holders_for(live)
         if holders is not NOBODY:
             return self._pick_by_prefix(now_s, live, holders)
         pages = live.profile.kv_pages_needed
         most, picked = 0, None
-        for replica, link in self._serving.get(live.profile.model_hash, {}).items():
+        for replica, link in self._serving.get(live.profile.deployment, {}).items():
             slots = link.slots_for(pages) if link.takes(live) else 0
             if slots > most:
                 most, picked = slots, replica
@@ -181,7 +181,7 @@ class Links:
 
     def _pick_by_prefix(self, now_s: float, live: LiveRequest, holders: PrefixHolders) -> Choice:
         assert live.prefix is not None and self._prefixes is not None
-        index, pages, model = self._prefixes, live.profile.kv_pages_needed, live.profile.model_hash
+        index, pages, model = self._prefixes, live.profile.kv_pages_needed, live.profile.deployment
         serving = self._serving.get(model, {})
         held_out: dict[ReplicaId, int] = {}
         for request, replica in self._held_out.get(model, {}).items():
@@ -235,7 +235,7 @@ class Links:
         """Whether a request of any model is parked."""
         return bool(self._parked)
 
-    def has_parked(self, model: ModelHash) -> bool:
+    def has_parked(self, model: DeploymentKey) -> bool:
         """Whether one would be overtaken: not one that could have gone elsewhere."""
         if not self._parked:
             return False
@@ -244,7 +244,7 @@ class Links:
 
     def holds_out(self, live: LiveRequest, replica: ReplicaId | None) -> None:
         """It is, or is about to be, parked for this replica though another has room; None: for any."""
-        model = live.profile.model_hash
+        model = live.profile.deployment
         if replica is not None:
             self._held_out.setdefault(model, {})[live.request] = replica
             return
@@ -262,10 +262,10 @@ class Links:
 
     def holds_out_for(self, live: LiveRequest) -> ReplicaId | None:
         """For whom it is parked; None: for whoever has room first."""
-        held_out = self._held_out.get(live.profile.model_hash)
+        held_out = self._held_out.get(live.profile.deployment)
         return None if held_out is None else held_out.get(live.request)
 
-    def parked(self, model: ModelHash) -> Iterator[RequestId]:
+    def parked(self, model: DeploymentKey) -> Iterator[RequestId]:
         """Who goes first when there is room: the highest class, of a class the oldest."""
         for sla_class in SlaClass:
             yield from list(self._parked.get((model, sla_class._value_), ()))
@@ -273,7 +273,7 @@ class Links:
     def waits_in_vain(self, now_s: float, live: LiveRequest) -> bool:
         """Whether a parked request should go to the queue: a replica has spoken since and there was no room, none is left to
         speak, or it was parked for too long."""
-        serving = self._serving.get(live.profile.model_hash)
+        serving = self._serving.get(live.profile.deployment)
         if not serving or now_s - live.waits_since_s >= PARK_S_MAX:
             return True
         return any(link.spoke_s > live.waits_since_s for link in serving.values())

@@ -12,7 +12,7 @@ from broker.core.requests.affinity import PromptPrefix
 from broker.core.requests.events import GRANT_PART_BYTES_MAX, RESEND_EVERY_S, UNFIT_S
 from profiles.twu import allowed_s
 from subjects.bus import Stored
-from subjects.ids import ModelHash, ReplicaId, RequestId
+from subjects.ids import DeploymentKey, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
 
 """A token id takes up to five bytes on the wire."""
@@ -105,6 +105,8 @@ class LiveRequest:
     """Its model's targets."""
     adapter: Adapter | None = None
     """What answers in place of the base model."""
+    options: dict[str, str | int | float | bool] | None = None
+    """How the name that was asked for parses answers."""
     prefix: PromptPrefix | None = None
     """Its prompt's spans, if it has any and somebody may look for them."""
     may_hold_out: bool = True
@@ -127,14 +129,14 @@ class LiveRequest:
     first_sent_s: float | None = None
     stressed_tokens: int = 0
     """Of them :meth:`stress` was told already."""
-    parks_as: tuple[ModelHash, str] = field(init=False)
+    parks_as: tuple[DeploymentKey, str] = field(init=False)
     queued_as: RequestProfile = field(init=False)
     """Its profile as it waits: in the batch class once it has yielded."""
 
     def __post_init__(self) -> None:
         self.choices = [Choice() for _ in range(max(1, self.profile.n))]
         self.queued_as = self.profile
-        self.parks_as = (self.profile.model_hash, self.profile.sla_class._value_)
+        self.parks_as = (self.profile.deployment, self.profile.sla_class._value_)
 
     @property
     def has_yielded(self) -> bool:
@@ -249,4 +251,5 @@ class LiveRequest:
             cache_salt=self.cache_salt,
             max_tokens=self.profile.max_tokens,
             adapter=self.adapter if part == 0 else None,
+            options=self.options if part == 0 else None,
         )

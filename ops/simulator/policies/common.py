@@ -10,7 +10,7 @@ from broker.core.plan.capacity import prefill_work_s, standing_share
 from broker.core.plan.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.capacity import Load, Targets, compute_share, kv_bytes_needed
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import ModelRecord, ReplicaState, StepCosts
 
 BACKLOG_S = 10.0
@@ -189,6 +189,6 @@ class Every:
         return True
 
 
-def waiting_first(view: PoolView) -> list[tuple[ModelHash, ModelView]]:
+def waiting_first(view: PoolView) -> list[tuple[DeploymentKey, ModelView]]:
     """Models by how long their oldest request waits, longest first."""
     return sorted(view.models.items(), key=lambda item: (-item[1].oldest_wait_s, item[0]))

@@ -26,7 +26,7 @@ from ops.simulator.policies.common import (
     requests_at,
 )
 from ops.simulator.types import PolicyContext
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 UTILISATION = 0.7
 TOLERANCE = 0.1
@@ -40,26 +40,26 @@ class Hpa:
     name = "hpa"
     cold_loads = True
 
-    def __init__(self, starts_with: dict[ModelHash, int]) -> None:
+    def __init__(self, starts_with: dict[DeploymentKey, int]) -> None:
         self._desired = dict(starts_with)
         self._sample = Every(SAMPLE_S)
-        self._recent: dict[ModelHash, Recent] = {}
-        self._recommended: dict[ModelHash, deque[tuple[float, int]]] = {}
+        self._recent: dict[DeploymentKey, Recent] = {}
+        self._recommended: dict[DeploymentKey, deque[tuple[float, int]]] = {}
         self._sampled = False
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Samples once a minute; pods that could not be placed are tried again at every look."""
-        for model_hash, model in view.models.items():
-            self._recent.setdefault(model_hash, Recent(SAMPLE_S)).add(now_s, model.arrivals)
+        for deployment, model in view.models.items():
+            self._recent.setdefault(deployment, Recent(SAMPLE_S)).add(now_s, model.arrivals)
         if self._sample.due(now_s):
             # Nothing was observed before the first period is over.
-            for model_hash, model in view.models.items() if self._sampled else ():
-                self._desired[model_hash] = self._desire(now_s, model_hash, model, view)
+            for deployment, model in view.models.items() if self._sampled else ():
+                self._desired[deployment] = self._desire(now_s, deployment, model, view)
             self._sampled = True
         floor = Floor(view)
         actions: list[Action] = []
-        for model_hash, model in sorted(view.models.items(), key=lambda item: (-item[1].record.gpus, item[0])):
-            desired = self._desired.get(model_hash, 1)
+        for deployment, model in sorted(view.models.items(), key=lambda item: (-item[1].record.gpus, item[0])):
+            desired = self._desired.get(deployment, 1)
             surplus = idlest(model.replicas, len(model.replicas) - desired)
             actions += [StopReplica(replica.replica, f"desired {desired}") for replica in surplus]
             for _ in range(desired - len(model.replicas)):
@@ -67,19 +67,19 @@ class Hpa:
                 if devices is None:
                     break
                 floor.take(devices, model.record.budget_bytes)
-                actions.append(StartReplica(model_hash, devices, f"desired {desired}"))
+                actions.append(StartReplica(deployment, devices, f"desired {desired}"))
         return Decision(tuple(actions))
 
-    def _desire(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> int:
+    def _desire(self, now_s: float, deployment: DeploymentKey, model: ModelView, view: PoolView) -> int:
         record, costs = model.record, costs_of(model, view)
-        loads = self._recent[model_hash].loads(now_s)
+        loads = self._recent[deployment].loads(now_s)
         by_rate = capacity_used(record, costs, loads, record.kv_bytes)
         in_flight = requests_at(record, costs, loads, record.kv_bytes, UTILISATION)
         used = max(by_rate, UTILISATION * (model.waiting + model.running) / in_flight)
         current = max(1, len(model.replicas))
         ratio = used / current / UTILISATION
         wanted = current if abs(ratio - 1.0) <= TOLERANCE else max(1, needed(used, UTILISATION))
-        kept = self._recommended.setdefault(model_hash, deque())
+        kept = self._recommended.setdefault(deployment, deque())
         kept.append((now_s, wanted))
         while kept[0][0] <= now_s - STABILISATION_S:
             kept.popleft()
@@ -89,4 +89,4 @@ class Hpa:
 def hpa(context: PolicyContext) -> Hpa:
     """Factory of ``hpa``: it starts with the pods of the static split."""
     workload = context.workload
-    return Hpa({model.model_hash: workload.static_replicas.get(model.name, 1) for model in workload.models})
+    return Hpa({model.deployment: workload.static_replicas.get(model.name, 1) for model in workload.models})

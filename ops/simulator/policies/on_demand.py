@@ -15,7 +15,7 @@ import math
 from broker.core.plan.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
 from ops.simulator.policies.common import Floor, Recent, costs_of, requests_at, waiting_first
 from ops.simulator.types import PolicyContext
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState
 
 KEEP_ALIVE_S = 300.0
@@ -30,27 +30,27 @@ class OnDemand:
     name = "on-demand"
 
     def __init__(self) -> None:
-        self._recent: dict[ModelHash, Recent] = {}
+        self._recent: dict[DeploymentKey, Recent] = {}
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Acts on requests in flight as they are at this look."""
         floor = Floor(view)
         actions: list[Action] = []
         gone: set[ReplicaId] = set()
-        for model_hash, model in view.models.items():
-            self._recent.setdefault(model_hash, Recent(SPAN_S)).add(now_s, model.arrivals)
+        for deployment, model in view.models.items():
+            self._recent.setdefault(deployment, Recent(SPAN_S)).add(now_s, model.arrivals)
         wanted = {
-            model_hash: math.ceil((model.waiting + model.running) / self._target(now_s, model_hash, model, view))
-            for model_hash, model in view.models.items()
+            deployment: math.ceil((model.waiting + model.running) / self._target(now_s, deployment, model, view))
+            for deployment, model in view.models.items()
         }
-        for model_hash, model in view.models.items():
-            spare = max(0, len(model.replicas) - wanted[model_hash])
+        for deployment, model in view.models.items():
+            spare = max(0, len(model.replicas) - wanted[deployment])
             for replica in _least_recent(model.replicas)[:spare]:
                 if not replica.running and now_s - replica.last_used_s >= KEEP_ALIVE_S:
                     gone.add(replica.replica)
                     actions.append(StopReplica(replica.replica, f"idle for {KEEP_ALIVE_S:g} s"))
-        for model_hash, model in waiting_first(view):
-            for _ in range(wanted[model_hash] - len(model.replicas)):
+        for deployment, model in waiting_first(view):
+            for _ in range(wanted[deployment] - len(model.replicas)):
                 devices = floor.whole(model.record)
                 victims: tuple[ReplicaView, ...] = ()
                 if devices is None:
@@ -62,11 +62,11 @@ class OnDemand:
                 else:
                     floor.take(devices, model.record.budget_bytes)
                 why = f"{model.waiting + model.running} in flight"
-                actions.append(StartReplica(model_hash, devices, why, victims=tuple(v.replica for v in victims)))
+                actions.append(StartReplica(deployment, devices, why, victims=tuple(v.replica for v in victims)))
         return Decision(tuple(actions))
 
-    def _target(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> float:
-        loads = self._recent[model_hash].loads(now_s)
+    def _target(self, now_s: float, deployment: DeploymentKey, model: ModelView, view: PoolView) -> float:
+        loads = self._recent[deployment].loads(now_s)
         return requests_at(model.record, costs_of(model, view), loads, model.record.kv_bytes, TARGET)
 
 

@@ -28,7 +28,7 @@ from broker.core.plan.policy import (
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.policies.common import Every, Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState
 
 PERIOD_S = 1.0
@@ -64,19 +64,19 @@ class Prewarm:
 
     def __init__(self) -> None:
         self._period, self._window = Every(PERIOD_S), Every(WINDOW_S)
-        self._models: dict[ModelHash, _State] = {}
+        self._models: dict[DeploymentKey, _State] = {}
         self._spares: set[ReplicaId] = set()
         self._seen: set[ReplicaId] = set()
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Each second, and at once when a model waits without anything open."""
-        for model_hash, model in view.models.items():
-            self._models.setdefault(model_hash, _State()).sizer.see(now_s, model)
+        for deployment, model in view.models.items():
+            self._models.setdefault(deployment, _State()).sizer.see(now_s, model)
         weights = self._newcomers(view)
         starved = any(model.waiting and not self._open(model) for model in view.models.values())
         if not (self._period.due(now_s) or starved or weights):
             return Decision()
-        wanted = {model_hash: self._wanted(now_s, model_hash, model, view) for model_hash, model in view.models.items()}
+        wanted = {deployment: self._wanted(now_s, deployment, model, view) for deployment, model in view.models.items()}
         if self._window.due(now_s):
             for state in self._models.values():
                 rise = state.peak - state.peaks[-1] if state.peaks else 0
@@ -84,10 +84,10 @@ class Prewarm:
                 state.predicted = max(state.peaks) + max(0, rise)
                 state.peak = 0
         floor, actions = Floor(view), list[Action]()
-        for model_hash, model in view.models.items():
-            self._scale(now_s, model, wanted[model_hash], view, floor, actions, weights)
-        for model_hash, model in view.models.items():
-            self._prewarm(now_s, self._models[model_hash], model, floor, actions)
+        for deployment, model in view.models.items():
+            self._scale(now_s, model, wanted[deployment], view, floor, actions, weights)
+        for deployment, model in view.models.items():
+            self._prewarm(now_s, self._models[deployment], model, floor, actions)
         return Decision(tuple(actions), weights)
 
     # --------------------------------------------------------------------------------------------------------- who serves
@@ -109,8 +109,8 @@ class Prewarm:
     def _open(self, model: ModelView) -> list[ReplicaView]:
         return [replica for replica in model.replicas if replica.replica not in self._spares]
 
-    def _wanted(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> int:
-        state = self._models[model_hash]
+    def _wanted(self, now_s: float, deployment: DeploymentKey, model: ModelView, view: PoolView) -> int:
+        state = self._models[deployment]
         busy = bool(model.waiting or model.running or any(model.arrivals.requests))
         size = state.sizer.size(now_s, model, costs_of(model, view))
         wanted = max(int(busy), model.record.min_replicas, needed(size, 1.0))
@@ -129,7 +129,7 @@ class Prewarm:
     ) -> None:
         """Opens spares and loads what they cannot give; closes what was not needed for a while."""
         serving = self._open(model)
-        held = max(wanted, needed(self._models[model.record.model_hash].sizer.held(), 1.0))
+        held = max(wanted, needed(self._models[model.record.deployment].sizer.held(), 1.0))
         surplus = sorted(serving, key=lambda r: (r.state is ReplicaState.READY, r.running, r.replica))
         too_many = surplus[: max(0, len(serving) - held)]
         actions += [StopReplica(replica.replica, f"{held} serve the load") for replica in too_many]
@@ -147,12 +147,12 @@ class Prewarm:
             if devices is None:
                 return
             floor.take(devices, model.record.budget_bytes)
-            actions.append(StartReplica(model.record.model_hash, devices, f"needs {wanted}"))
+            actions.append(StartReplica(model.record.deployment, devices, f"needs {wanted}"))
 
     def _hosted(self, replica: ReplicaView, floor: Floor) -> bool:
         """Whether it lies beside one that serves."""
         return any(
-            other.replica not in self._spares and other.model_hash != replica.model_hash
+            other.replica not in self._spares and other.deployment != replica.deployment
             for key in replica.devices
             for other in floor.residents[key]
         )
@@ -189,7 +189,7 @@ class Prewarm:
                 return
             floor.take(devices, each)
             why = f"the next peak may need {state.predicted}"
-            actions.append(StartReplica(model.record.model_hash, devices, why, kv_bytes=kv_bytes))
+            actions.append(StartReplica(model.record.deployment, devices, why, kv_bytes=kv_bytes))
 
     def _spare_room(self, model: ModelView, each: int, floor: Floor, actions: list[Action]) -> tuple[DeviceKey, ...] | None:
         """Idle KV of devices in use first (the emptiest of them), then an empty device. Replicas over several devices are
@@ -203,7 +203,7 @@ class Prewarm:
             if (
                 room >= each
                 and len(residents) < floor.models_max
-                and all(r.model_hash != record.model_hash for r in residents)
+                and all(r.deployment != record.deployment for r in residents)
             ):
                 found.append((not residents, -room, key))
         if not found:
@@ -221,7 +221,7 @@ class Prewarm:
         """Bytes of KV that a serving replica on one device does not use and need not keep."""
         if replica.replica in self._spares or len(replica.devices) > 1 or replica.state is not ReplicaState.READY:
             return 0
-        alone = floor.view.models[replica.model_hash].record.kv_bytes
+        alone = floor.view.models[replica.deployment].record.kv_bytes
         used = replica.kv_bytes * (1 - replica.kv_pages_free / replica.kv_pages) if replica.kv_pages else 0.0
         return max(0, replica.kv_bytes - max(int(alone * HOST_KV_PART), int(used * 1.25)))
 

@@ -20,7 +20,7 @@ from ops.simulator.capacity import Load, kv_bytes_needed
 from ops.simulator.policies.common import FILLED, capacity_used
 from ops.simulator.types import PolicyContext, PoolSpec, SimModel
 from profiles.costs import LENGTH_CLASS_TOKENS_MAX
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 
 OTHER_DAY = 1_000_003
 """Added to the seed: another day of the same services."""
@@ -61,15 +61,15 @@ class QueueOnly:
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Starts what is planned and not there."""
         keys = list(view.devices)
-        there: set[tuple[ModelHash, tuple[DeviceKey, ...]]] = {
-            (model_hash, replica.devices) for model_hash, model in view.models.items() for replica in model.replicas
+        there: set[tuple[DeploymentKey, tuple[DeviceKey, ...]]] = {
+            (deployment, replica.devices) for deployment, model in view.models.items() for replica in model.replicas
         }
         actions: list[Action] = []
         for planned in self._planned:
             devices = tuple(keys[number] for number in planned.devices)
-            if (planned.model.model_hash, devices) not in there:
+            if (planned.model.deployment, devices) not in there:
                 why = f"its mean share is {planned.share:.2f}"
-                actions.append(StartReplica(planned.model.model_hash, devices, why, kv_bytes=planned.kv_bytes))
+                actions.append(StartReplica(planned.model.deployment, devices, why, kv_bytes=planned.kv_bytes))
         return Decision(tuple(actions))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from broker.core.plan.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
 from ops.simulator.policies.common import Every, Floor, Sizer, costs_of, idlest, needed
 from ops.simulator.types import PolicyContext
-from subjects.ids import ModelHash, ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState
 
 
@@ -40,70 +40,73 @@ class Reactive:
     def __init__(self, settings: ReactiveSettings | None = None) -> None:
         self.settings = settings or ReactiveSettings()
         self._period = Every(self.settings.period_s)
-        self._sizers: dict[ModelHash, Sizer] = {}
+        self._sizers: dict[DeploymentKey, Sizer] = {}
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Looks at all models each second, and at once when one waits that has nothing."""
         s = self.settings
-        for model_hash, model in view.models.items():
-            if model_hash not in self._sizers:
-                self._sizers[model_hash] = Sizer(s.span_s, s.utilisation, s.surplus_s)
-            self._sizers[model_hash].see(now_s, model)
+        for deployment, model in view.models.items():
+            if deployment not in self._sizers:
+                self._sizers[deployment] = Sizer(s.span_s, s.utilisation, s.surplus_s)
+            self._sizers[deployment].see(now_s, model)
         starved = any(model.waiting and not model.replicas for model in view.models.values())
         if not (self._period.due(now_s) or starved):
             return Decision()
-        wanted = {model_hash: self._wanted(now_s, model_hash, model, view) for model_hash, model in view.models.items()}
+        wanted = {deployment: self._wanted(now_s, deployment, model, view) for deployment, model in view.models.items()}
         floor = Floor(view)
         actions: list[Action] = []
         gone: set[ReplicaId] = set()
-        for model_hash, model in view.models.items():
-            held = max(wanted[model_hash], needed(self._sizers[model_hash].held(), 1.0))
+        for deployment, model in view.models.items():
+            held = max(wanted[deployment], needed(self._sizers[deployment].held(), 1.0))
             for replica in idlest(model.replicas, len(model.replicas) - held):
                 gone.add(replica.replica)
                 actions.append(StopReplica(replica.replica, f"{held} are enough for {self.settings.surplus_s:g} s"))
         # Who lacks the largest part of what it needs comes first.
         lacking = [
-            ((wanted[model_hash] - len(model.replicas)) / wanted[model_hash], model_hash)
-            for model_hash, model in view.models.items()
-            if wanted[model_hash] > len(model.replicas)
+            ((wanted[deployment] - len(model.replicas)) / wanted[deployment], deployment)
+            for deployment, model in view.models.items()
+            if wanted[deployment] > len(model.replicas)
         ]
-        for _, model_hash in sorted(lacking, key=lambda entry: (-entry[0], entry[1])):
-            model = view.models[model_hash]
-            for _ in range(wanted[model_hash] - len(model.replicas)):
-                start = self._start(view, model_hash, floor, wanted, gone)
+        for _, deployment in sorted(lacking, key=lambda entry: (-entry[0], entry[1])):
+            model = view.models[deployment]
+            for _ in range(wanted[deployment] - len(model.replicas)):
+                start = self._start(view, deployment, floor, wanted, gone)
                 if start is None:
                     break
                 actions.append(start)
         return Decision(tuple(actions))
 
-    def _wanted(self, now_s: float, model_hash: ModelHash, model: ModelView, view: PoolView) -> int:
-        sizer = self._sizers[model_hash]
+    def _wanted(self, now_s: float, deployment: DeploymentKey, model: ModelView, view: PoolView) -> int:
+        sizer = self._sizers[deployment]
         alive = now_s - sizer.seen_s < self.settings.idle_s
         return max(int(alive), model.record.min_replicas, needed(sizer.size(now_s, model, costs_of(model, view)), 1.0))
 
     def _start(
-        self, view: PoolView, model_hash: ModelHash, floor: Floor, wanted: dict[ModelHash, int], gone: set[ReplicaId]
+        self, view: PoolView, deployment: DeploymentKey, floor: Floor, wanted: dict[DeploymentKey, int], gone: set[ReplicaId]
     ) -> StartReplica | None:
-        record = view.models[model_hash].record
+        record = view.models[deployment].record
         devices = floor.whole(record)
         if devices is not None:
             floor.take(devices, record.budget_bytes)
-            return StartReplica(model_hash, devices, f"needs {wanted[model_hash]}")
+            return StartReplica(deployment, devices, f"needs {wanted[deployment]}")
         # Somebody with a surplus gives up one that holds as many devices or more.
-        for _, other_hash in sorted(
-            ((len(other.replicas) - wanted[other_hash], other_hash) for other_hash, other in view.models.items()),
+        for _, other_deployment in sorted(
+            (
+                (len(other.replicas) - wanted[other_deployment], other_deployment)
+                for other_deployment, other in view.models.items()
+            ),
             key=lambda entry: (-entry[0], entry[1]),
         ):
-            other = view.models[other_hash]
+            other = view.models[other_deployment]
             left = [replica for replica in other.replicas if replica.replica not in gone]
-            if other_hash == model_hash or len(left) <= wanted[other_hash] or other.record.gpus < record.gpus:
+            if other_deployment == deployment or len(left) <= wanted[other_deployment] or other.record.gpus < record.gpus:
                 continue
             victims = [replica for replica in idlest(left, len(left)) if replica.state is ReplicaState.READY]
             if victims:
                 victim = victims[0]
                 gone.add(victim.replica)
-                reason = f"needs {wanted[model_hash]}, {other.record.name} has more than it needs"
-                return StartReplica(model_hash, victim.devices[: record.gpus], reason, victims=(victim.replica,))
+                reason = f"needs {wanted[deployment]}, {other.record.name} has more than it needs"
+                return StartReplica(deployment, victim.devices[: record.gpus], reason, victims=(victim.replica,))
         return None
 
 

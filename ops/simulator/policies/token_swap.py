@@ -19,7 +19,7 @@ from broker.core.plan.policy import Action, Decision, ModelView, PoolView, Repli
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.policies.common import Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
-from subjects.ids import ModelHash
+from subjects.ids import DeploymentKey
 from subjects.messages import ReplicaState
 
 SPAN_S = 15.0
@@ -41,9 +41,9 @@ class _Instance:
     """Devices that hold one replica at a time, and whose turn it is."""
 
     devices: tuple[DeviceKey, ...]
-    members: list[ModelHash] = field(default_factory=list)
+    members: list[DeploymentKey] = field(default_factory=list)
     """In order of turns."""
-    current: ModelHash | None = None
+    current: DeploymentKey | None = None
     turn_s: float = 0.0
     """When the present turn began."""
 
@@ -54,7 +54,7 @@ class TokenSwap:
     name = "token-swap"
 
     def __init__(self) -> None:
-        self._sizers: dict[ModelHash, Sizer] = {}
+        self._sizers: dict[DeploymentKey, Sizer] = {}
         self._instances: list[_Instance] = []
         self._shared = 3
         self._reviewed_s = 0.0
@@ -65,10 +65,10 @@ class TokenSwap:
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """At every look: who is where, and whose turn it is."""
-        for model_hash, model in view.models.items():
-            if model_hash not in self._sizers:
-                self._sizers[model_hash] = Sizer(SPAN_S, UTILISATION, SURPLUS_S)
-            self._sizers[model_hash].see(now_s, model)
+        for deployment, model in view.models.items():
+            if deployment not in self._sizers:
+                self._sizers[deployment] = Sizer(SPAN_S, UTILISATION, SURPLUS_S)
+            self._sizers[deployment].see(now_s, model)
             self._finished += model.finished
             self._within += model.within_slo
         self._review(now_s)
@@ -103,44 +103,44 @@ class TokenSwap:
 
     def _spread(self, now_s: float, view: PoolView, floor: Floor) -> None:
         """Puts each active model on so many instances as it needs; those with much load have them for themselves."""
-        shares: dict[ModelHash, float] = {}
-        for model_hash, model in view.models.items():
-            sizer = self._sizers[model_hash]
+        shares: dict[DeploymentKey, float] = {}
+        for deployment, model in view.models.items():
+            sizer = self._sizers[deployment]
             sizer.size(now_s, model, costs_of(model, view))
             if now_s - sizer.seen_s < MEMBER_S:
-                shares[model_hash] = sizer.held()
+                shares[deployment] = sizer.held()
         for instance in self._instances:
             instance.members = [member for member in instance.members if member in shares]
-        for model_hash in sorted(shares, key=lambda m: (-shares[m], m)):
-            mine = [instance for instance in self._instances if model_hash in instance.members]
-            count = max(1, needed(shares[model_hash], 1.0))
-            for instance in sorted(mine, key=lambda one: (one.current == model_hash, one.devices))[: len(mine) - count]:
-                instance.members.remove(model_hash)
+        for deployment in sorted(shares, key=lambda m: (-shares[m], m)):
+            mine = [instance for instance in self._instances if deployment in instance.members]
+            count = max(1, needed(shares[deployment], 1.0))
+            for instance in sorted(mine, key=lambda one: (one.current == deployment, one.devices))[: len(mine) - count]:
+                instance.members.remove(deployment)
             crowded = len(mine) == 1 and count == 1 and len(mine[0].members) > self._shared
-            if crowded and min(mine[0].members, key=lambda m: (shares[m], m)) == model_hash:
-                mine[0].members.remove(model_hash)  # Who has the least load looks for another place.
+            if crowded and min(mine[0].members, key=lambda m: (shares[m], m)) == deployment:
+                mine[0].members.remove(deployment)  # Who has the least load looks for another place.
                 mine = []
             for _ in range(count - len(mine)):
-                place = self._place(view, model_hash, shares, count, floor)
+                place = self._place(view, deployment, shares, count, floor)
                 if place is None:
                     break
-                place.members.append(model_hash)
+                place.members.append(deployment)
 
     def _place(
-        self, view: PoolView, model_hash: ModelHash, shares: dict[ModelHash, float], count: int, floor: Floor
+        self, view: PoolView, deployment: DeploymentKey, shares: dict[DeploymentKey, float], count: int, floor: Floor
     ) -> _Instance | None:
         """An instance with time left, else new devices, else the one with the least to do."""
-        record = view.models[model_hash].record
+        record = view.models[deployment].record
         alike = [
             (sum(shares[m] for m in one.members), len(one.members), one.devices, one)
             for one in self._instances
-            if len(one.devices) == record.gpus and model_hash not in one.members
+            if len(one.devices) == record.gpus and deployment not in one.members
         ]
         alike.sort(key=lambda entry: entry[:3])
         open_to_it = [
             one
             for load, members, _, one in alike
-            if not members or (count == 1 and members < self._shared and load + shares[model_hash] <= 1.0)
+            if not members or (count == 1 and members < self._shared and load + shares[deployment] <= 1.0)
         ]
         if open_to_it:
             return open_to_it[0]
@@ -178,9 +178,9 @@ class TokenSwap:
         actions.append(StartReplica(turn, instance.devices, f"its turn, {len(instance.members)} share the instance"))
         instance.current, instance.turn_s = turn, now_s
 
-    def _needs(self, view: PoolView, model_hash: ModelHash, instance: _Instance) -> bool:
+    def _needs(self, view: PoolView, deployment: DeploymentKey, instance: _Instance) -> bool:
         """Whether a member has requests that nobody serves."""
-        model = view.models[model_hash]
+        model = view.models[deployment]
         return bool(model.waiting) and not any(
             replica.devices != instance.devices and _has_room(replica) for replica in model.replicas
         )

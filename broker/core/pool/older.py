@@ -1,0 +1,66 @@
+"""Older peers and journals, which named what is placed by its model hash: their messages with the deployment that it was.
+
+A model hash names a deployment where all records of these files make one. Else it names none, and the replica of an older
+worker is nobody's: it leaves.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from broker.core.pool.catalogue import Catalogue
+from profiles.deployment import with_deployment
+from subjects.messages import (
+    IngressTelemetry,
+    JournalEntry,
+    LoadModel,
+    ModelDemand,
+    ModelRecord,
+    ReplicaReport,
+    StepSent,
+    TransactionBegan,
+    WorkerSnapshot,
+)
+
+_Row = TypeVar("_Row", ReplicaReport, ModelDemand)
+
+
+def told_by_worker(snapshot: WorkerSnapshot, catalogue: Catalogue) -> WorkerSnapshot:
+    """A worker's snapshot."""
+    if all(report.deployment for report in snapshot.replicas):
+        return snapshot
+    return msgspec.structs.replace(snapshot, replicas=tuple(_row(report, catalogue) for report in snapshot.replicas))
+
+
+def told_by_gateway(telemetry: IngressTelemetry, catalogue: Catalogue) -> IngressTelemetry:
+    """A gateway's counts; those of a model hash that names no deployment are left out."""
+    if all(row.deployment for row in telemetry.demand):
+        return telemetry
+    rows = (_row(row, catalogue) for row in telemetry.demand)
+    return msgspec.structs.replace(telemetry, demand=tuple(row for row in rows if row.deployment))
+
+
+def kept_in_journal(entry: JournalEntry, catalogue: Catalogue) -> JournalEntry:
+    """An entry of the journal."""
+    if isinstance(entry, TransactionBegan):
+        record = _record(entry.record, catalogue) if entry.record is not None else None
+        deployments = entry.deployments or tuple(catalogue.deployment_of(files) for files in entry.model_hashes)
+        return msgspec.structs.replace(entry, record=record, deployments=deployments)
+    if isinstance(entry, StepSent) and isinstance(entry.command, LoadModel):
+        command = msgspec.structs.replace(entry.command, record=_record(entry.command.record, catalogue))
+        return msgspec.structs.replace(entry, command=command)
+    return entry
+
+
+def _row(row: _Row, catalogue: Catalogue) -> _Row:
+    return row if row.deployment else msgspec.structs.replace(row, deployment=catalogue.deployment_of(row.model_hash))
+
+
+def _record(record: ModelRecord, catalogue: Catalogue) -> ModelRecord:
+    """What a load was to be of. Its KV is what was decided then, so that its own numbers do not tell its deployment."""
+    named = catalogue.records.get(record.name)
+    if not record.deployment and named is not None and named.model_hash == record.model_hash:
+        return msgspec.structs.replace(record, deployment=named.deployment)
+    return with_deployment(record)
