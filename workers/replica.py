@@ -472,13 +472,14 @@ class Replica:
             self._do(ExitReplica())
             return
         mine = next((one for one in digest.replicas if one.replica == self._spec.replica), None)
-        closed = mine is not None and mine.weight <= 0.0
+        most = max((one.weight for one in digest.replicas if one.deployment == self._deployment), default=0.0)
+        share = mine.weight / (most or 1.0) if mine is not None else 1.0
         self._measure(mine.measure if mine is not None and mine.state is ReplicaState.READY else 0)
-        pool = PoolChanged(weights={}, closed=closed)
+        pool = PoolChanged(weights={}, share=share)
         for model in digest.models:
             if model.deployment == self._deployment:
                 weights = {kind: model.class_weights[kind.value] for kind in SlaClass if kind.value in model.class_weights}
-                pool = PoolChanged(weights=weights, waiting=model.waiting_queues, closed=closed)
+                pool = PoolChanged(weights=weights, waiting=model.waiting_queues, share=share)
         if pool != self._pool:
             self._pool = pool
             self._feed(pool)

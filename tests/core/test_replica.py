@@ -406,10 +406,24 @@ def test_the_bound_of_a_drain_gives_the_rest_back() -> None:
     assert replica.pull(ticket(request=RequestId("gw-2"))) == []
 
 
+@pytest.mark.parametrize(("share", "pulls"), [(1.0, True), (0.6, True), (0.5, False), (0.0, False)])
+def test_a_replica_pulls_for_its_share_of_its_slots(share: float, pulls: bool) -> None:
+    """By its weight over the largest of its model's replicas: what others serve sooner is left to them (SCH-3, SCH-9)."""
+    replica = Replica(slots=4)
+    replica(hand("gw-1", 1))
+    replica(hand("gw-2", 2))
+    replica(e.PoolChanged(weights={}, share=share))
+    for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
+        if queue.outstanding:
+            replica.all(e.PullExpired(sla_class, lane, queue.outstanding))
+    replica.wait(2.0)
+    assert bool(replica.core._planner.outstanding) is pulls
+
+
 def test_a_replica_of_no_weight_takes_nothing_new_and_keeps_what_it_has() -> None:
     """Until it has a weight again: so the coordinator can take back a step that is cheaper than a drain (SCH-4)."""
     replica = in_phase(G)
-    replica(e.PoolChanged(weights={}, closed=True))
+    replica(e.PoolChanged(weights={}, share=0.0))
     for (sla_class, lane), queue in list(replica.core._planner._queues.items()):
         if queue.outstanding:
             assert replica.all(e.PullExpired(sla_class, lane, queue.outstanding)) == []

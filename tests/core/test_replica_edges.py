@@ -110,9 +110,7 @@ def test_a_gateway_is_told_what_it_may_hand_over() -> None:
     assert told is not None and told.hands == 7
 
 
-@pytest.mark.parametrize(
-    "closing", [e.DrainStarted(99.0), e.PoolChanged(weights={}, closed=True), e.EngineFailed("it broke")]
-)
+@pytest.mark.parametrize("closing", [e.DrainStarted(99.0), e.PoolChanged(weights={}, share=0.0), e.EngineFailed("it broke")])
 def test_a_replica_that_takes_nothing_new_has_no_room_to_tell_of(closing: e.ReplicaEvent) -> None:
     """Nothing is handed to one that drains, is closed, or has lost its engine."""
     replica = Replica()
@@ -270,7 +268,7 @@ def test_a_replica_with_more_requests_than_slots_takes_no_hand() -> None:
     assert replica.core.held == 3
 
 
-@pytest.mark.parametrize("closing", [e.DrainStarted(deadline_s=inf), e.PoolChanged(weights={}, closed=True)])
+@pytest.mark.parametrize("closing", [e.DrainStarted(deadline_s=inf), e.PoolChanged(weights={}, share=0.0)])
 def test_a_pause_wakes_only_a_replica_that_pulls(closing: e.ReplicaEvent) -> None:
     """Refused pulls are tried again after a pause, but not by one that drains or is closed."""
     replica = Replica()

@@ -75,10 +75,10 @@ def test_a_larger_lane_that_never_fits_stops_the_smaller_ones() -> None:
     """A steady stream of small requests leaves no room for a long one by chance: after its bound nothing small is taken."""
     replica = Replica(slots=8, kv_pages=1000)
     granted(replica, "a", 300)
-    replica(e.PoolChanged(weights={}, waiting=((ticket().profile.sla_class, Lane.LARGE),), closed=False))
+    replica(e.PoolChanged(weights={}, waiting=((ticket().profile.sla_class, Lane.LARGE),)))
     replica(e.Ticked(), after_s=AGEING_S + 0.1)
     replica(e.Ticked(), after_s=0.1)
-    lines = replica.all(e.PoolChanged(weights={}, waiting=((ticket().profile.sla_class, Lane.LARGE),), closed=False))
+    lines = replica.all(e.PoolChanged(weights={}, waiting=((ticket().profile.sla_class, Lane.LARGE),)))
     assert not [line for line in lines if line.startswith("pull")]
     assert replica(hand("small", pages=10)) == ["frames full for small"]
     assert replica(over("a")) == ["frames a:0+1!"]

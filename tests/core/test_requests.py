@@ -546,6 +546,36 @@ def test_nobody_is_parked_while_a_replica_is_not_known_yet() -> None:
     assert gateway.submit(RequestId("gw-2")) == []
 
 
+def pool_of(**weights: float) -> e.PoolChanged:
+    """The pool's word: these replicas serve, each with its weight."""
+    rows = tuple(
+        PoolReplica(
+            replica=ReplicaId(name.replace("_", "-")),
+            model_hash=MODEL,
+            deployment=DEPLOYMENT,
+            worker=WorkerId("w"),
+            device=DeviceId("d"),
+            state=ReplicaState.READY,
+            weight=weight,
+        )
+        for name, weight in weights.items()
+    )
+    return e.PoolChanged(PoolDigest(epoch=1, sequence=1, replicas=rows))
+
+
+@pytest.mark.parametrize(("weight", "most"), [(1.0, (4, 4)), (0.5, (5, 3)), (0.25, (6, 2))])
+def test_requests_go_to_replicas_by_their_weights(weight: float, most: tuple[int, int]) -> None:
+    """Each holds of ours in proportion to its weight: what its share of its devices' time is (SCH-3, SCH-9)."""
+    gateway = Gateway()
+    gateway(pool_of(rep_a=1.0, rep_b=weight))
+    for slots in (0, 20):  # One request runs at each, and goes on.
+        for replica in (HOLDER, OTHER):
+            gateway.knows(replica, slots=slots)
+    handed = [line for number in range(6) for line in gateway.submit(RequestId(f"r{number}")) if line.startswith("hand ")]
+    there = tuple(1 + sum(line.endswith(f"to {replica}") for line in handed) for replica in (HOLDER, OTHER))
+    assert there == most
+
+
 @pytest.mark.parametrize(
     ("room", "fields", "handed"),
     [

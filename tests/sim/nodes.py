@@ -309,7 +309,7 @@ class ReplicaNode(Actor):
             max_context_len=profile.max_context_len,
             gives_token_ids=True,
             continues=True,
-            resizes_kv=True,
+            resizes_kv=profile.resizes_kv,
             sleeps=True,
         )
         self.serving = True
@@ -480,10 +480,12 @@ class ReplicaNode(Actor):
         if self.replica in digest.dead:
             self._do(rep.ExitReplica())
             return
-        event = rep.PoolChanged(weights={})
+        ours = {one.replica: one.weight for one in digest.replicas if one.deployment == self.record.deployment}
+        share = ours.get(self.replica, 1.0) / (max(ours.values(), default=1.0) or 1.0)
+        event = rep.PoolChanged(weights={}, share=share)
         for model in digest.models:
             if model.deployment == self.record.deployment:
-                event = rep.PoolChanged(weights={}, waiting=model.waiting_queues)
+                event = rep.PoolChanged(weights={}, waiting=model.waiting_queues, share=share)
         if event != self._pool_event:
             self._pool_event = event
             self.feed(event)

@@ -46,7 +46,7 @@ CANCEL_REACHES_ENGINE_S = 2.0
 BLOCK = 32
 KV_PAGES = 600
 CONTEXT = KV_PAGES * BLOCK
-UNIT_BYTES = 1000
+UNIT_BYTES = 100_000
 YIELDING_SHARE = 0.3
 LONG_BODY_SHARE = 0.01
 EXCUSES = (
@@ -205,7 +205,7 @@ class World:
             weights_hash="",
             engine_type=EngineType.SIMULATED,
             source="",
-            weights_bytes=0,
+            weights_bytes=units * UNIT_BYTES - CONTEXT,
             kv_bytes_per_token=1,
             kv_bytes=CONTEXT,
             budget_bytes=units * UNIT_BYTES,
@@ -227,6 +227,7 @@ class World:
             step_request_s=0.0,
             step_context_token_s=0.0,
             chunk_tokens=CONTEXT,
+            resizes_kv=False,
             load_s=self.options.load_s * self._slow_factor,
         )
         if self._slow_factor > 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import assert_never
 
 from subjects.ids import IngressId, ReplicaId
@@ -120,7 +120,7 @@ class ReplicaCore:
         self._block_size = 1
         self._draining = False
         self._drained = False
-        self._closed = False
+        self._share = 1.0
         self._drain_deadline_s = inf
         self._round_trip_s = -inf
         self._silence_counts_from_s = -inf
@@ -132,7 +132,7 @@ class ReplicaCore:
     @property
     def next_wake_s(self) -> float | None:
         """When a ``Ticked`` is due, or None when nothing is."""
-        pulling_s = self._planner.next_wake_s(pulling=self._serving and not self._draining and not self._closed)
+        pulling_s = self._planner.next_wake_s(pulling=self._serving and not self._draining and self._share > 0)
         drain_s = self._drain_deadline_s if self._draining and not self._drained else inf
         due_s = min(self._beat_due_s, self._gather_due_s, pulling_s, drain_s)
         return None if due_s == inf else due_s
@@ -188,7 +188,7 @@ class ReplicaCore:
                 self._take_back(now_s, event.back, out)
             case PoolChanged():
                 self._planner.set_pool(event.weights, event.waiting)
-                self._closed = event.closed
+                self._share = event.share
             case ConcurrencySet():
                 self._slots = event.slots
             case KvResized():
@@ -237,8 +237,9 @@ class ReplicaCore:
             self._start_what_fits(out)
         active, free_pages, backlog_tokens = self._active, self._kv_pages - self._pages_held, self._backlog_tokens
         self._planner.write_off(now_s)
-        if self._serving and not self._draining and not self._closed:
-            free_slots = self._slots - active
+        if self._serving and not self._draining and self._share > 0:
+            # What others would serve sooner is left to them.
+            free_slots = ceil(self._slots * self._share) - active
             out.extend(
                 self._planner.plan(now_s, free_slots=free_slots, free_pages=free_pages, backlog_tokens=backlog_tokens)
             )
@@ -283,7 +284,7 @@ class ReplicaCore:
             return
         room = room_for(self._slots - self._active, self._kv_pages - self._pages_held, pages, self._backlog_tokens)
         room = room and pages >= self._planner.aged_pages
-        if not room or not self._serving or self._draining or self._closed or key in self._ended:
+        if not room or not self._serving or self._draining or self._share <= 0 or key in self._ended:
             self._remember(now_s, key)
             gone = Gone(request=grant.request, attempt=grant.attempt, full=True)
             self._send(now_s, hand.ingress, [], out, gone=(gone,))
@@ -303,13 +304,13 @@ class ReplicaCore:
         """Slots came free: as many gateways as there are, in turn, of those that were last told of none. They may have
         requests parked, and would hear of it only with their next frames."""
         free_slots = self._planner.slots_nobody_waits_for(self._slots - self._active)
-        if free_slots > 0 and self._serving and not self._draining and not self._closed:
+        if free_slots > 0 and self._serving and not self._draining and self._share > 0:
             for ingress in list(self._told_full)[:free_slots]:
                 self._send(now_s, ingress, [], out)
 
     def _room(self, link: _Link) -> Room | None:
         """What one gateway may hand over: an even share of what is free, as far as nobody waits in the queue for it."""
-        if not self._serving or self._draining or self._closed:
+        if not self._serving or self._draining or self._share <= 0:
             return None
         sharing = len(self._links)
         free_slots = self._planner.slots_nobody_waits_for(self._slots - self._active)

@@ -128,8 +128,9 @@ class PoolChanged(msgspec.Struct, frozen=True):
 
     weights: Mapping[SlaClass, int]
     waiting: tuple[tuple[SlaClass, Lane], ...] | None = None
-    closed: bool = False
-    """Whether this replica's own routing weight is zero: it takes nothing new, and keeps what it has."""
+    share: float = 1.0
+    """This replica's routing weight, over the largest of its model's replicas: it pulls requests for this part of its slots.
+    0: it takes nothing new, and keeps what it has."""
 
 
 class ConcurrencySet(msgspec.Struct, frozen=True):

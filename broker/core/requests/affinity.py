@@ -61,8 +61,8 @@ class Place(NamedTuple):
     replica: ReplicaId
     worker: WorkerId | None
     slots: int
-    running: int
-    """Requests of this gateway there."""
+    running: float
+    """Requests of this gateway there, for the replica's share of its devices' time."""
     unseen_tokens: int
     """Of prompts that were handed to it and that its last word does not know of."""
     held_out: int = 0

@@ -615,10 +615,10 @@ class RequestCore:
 
     def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[RequestCommand]) -> None:
         self._models = {model.deployment: model for model in digest.models}
-        ready: dict[DeploymentKey, tuple[ReplicaId, ...]] = {}
+        ready: dict[DeploymentKey, dict[ReplicaId, float]] = {}
         for one in digest.replicas:
             if one.state is ReplicaState.READY and one.weight > 0:
-                ready[one.deployment] = (*ready.get(one.deployment, ()), one.replica)
+                ready.setdefault(one.deployment, {})[one.replica] = one.weight
         self._links.ready_are(ready)
         for replica in digest.dead:
             if replica not in self._dead:

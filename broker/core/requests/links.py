@@ -46,6 +46,13 @@ class Link:
     adapters: bool = False
     """Whether its last claim said that it heeds the adapter of a grant."""
     unseen: deque[tuple[int, int, int]] = field(default_factory=deque)
+    weight: float = 1.0
+    """Its share of the work, by the pool's digest: a replica of half the weight should hold half as much."""
+
+    @property
+    def load(self) -> float:
+        """What it holds of ours for its weight."""
+        return len(self.running) / self.weight if self.weight > 0 else inf
 
     def heard(self) -> None:
         """A frame or a claim came from it."""
@@ -77,7 +84,7 @@ class Link:
 
 def _place(replica: ReplicaId, worker: WorkerId | None, slots: int, link: Link, held_out: dict[ReplicaId, int]) -> Place:
     unseen_tokens = sum(tokens for _, _, tokens in link.unseen) if link.unseen else 0
-    return Place(replica, worker, slots, len(link.running), unseen_tokens, held_out.get(replica, 0) if held_out else 0)
+    return Place(replica, worker, slots, link.load, unseen_tokens, held_out.get(replica, 0) if held_out else 0)
 
 
 class Links:
@@ -94,8 +101,8 @@ class Links:
         self._held_out: dict[DeploymentKey, dict[RequestId, ReplicaId]] = {}
         """Of the parked: who waits for one replica though another had room."""
         self._handed = 0
-        self._ready: dict[DeploymentKey, tuple[ReplicaId, ...]] = {}
-        """As the pool's digest has it."""
+        self._ready: dict[DeploymentKey, dict[ReplicaId, float]] = {}
+        """With their weights, as the pool's digest has it."""
 
     # ---------------------------------------------------------------------------------------------------------- links
 
@@ -104,15 +111,21 @@ class Links:
         found = self.links.get(replica)
         if found is None:
             found = self.links[replica] = Link()
+            for weights in self._ready.values():
+                found.weight = weights.get(replica, found.weight)
         return found
 
     def serves(self, replica: ReplicaId, model: DeploymentKey) -> None:
         """It got a request of this model."""
         self._serving.setdefault(model, {})[replica] = self.link(replica)
 
-    def ready_are(self, ready: dict[DeploymentKey, tuple[ReplicaId, ...]]) -> None:
-        """The replicas that serve, by model. One that we have no link to may have room, but only the queue reaches it."""
+    def ready_are(self, ready: dict[DeploymentKey, dict[ReplicaId, float]]) -> None:
+        """The replicas that serve and take new requests, by model, each with its weight. One that we have no link to may
+        have room, but only the queue reaches it."""
         self._ready = ready
+        weights = {replica: weight for of_model in ready.values() for replica, weight in of_model.items()}
+        for replica, link in self.links.items():
+            link.weight = weights.get(replica, link.weight)
 
     def models_of(self, replica: ReplicaId) -> list[DeploymentKey]:
         """What it is known to serve: one model, as replicas are."""
@@ -159,19 +172,19 @@ class Links:
         return all(replica in self.links for replica in self._ready.get(live.profile.deployment, ()))
 
     def pick(self, now_s: float, live: LiveRequest) -> Choice:
-        """Where it goes: the replica with the most room for it, of equals the one known first, or as its prefix would have
-        it; nowhere while others of its lane are queued."""
+        """Where it goes: of the replicas with room for it the one that holds least for its weight, of equals the one with
+        most room, then the one known first; or as its prefix would have it; nowhere while others of its lane are queued."""
         if (live.profile.deployment, live.profile.lane._value_) in self._queued:
             return NOWHERE
         holders = self._holders_for(live)
         if holders is not NOBODY:
             return self._pick_by_prefix(now_s, live, holders)
         pages = live.profile.kv_pages_needed
-        most, picked = 0, None
+        best, picked = (inf, 0), None
         for replica, link in self._serving.get(live.profile.deployment, {}).items():
             slots = link.slots_for(pages) if link.takes(live) else 0
-            if slots > most:
-                most, picked = slots, replica
+            if slots and (link.load, -slots) < best:
+                best, picked = (link.load, -slots), replica
         return NOWHERE if picked is None else Choice(None, picked)
 
     def _holders_for(self, live: LiveRequest) -> PrefixHolders:
@@ -192,8 +205,8 @@ class Links:
         places: list[Place] = []
         # Engines that have nothing of it are alike but for what their worker keeps. Of each kind the one with the least to
         # do is enough, or where none has room the one that ends something first.
-        free: dict[WorkerId | None, tuple[int, int, ReplicaId, Link]] = {}
-        full: dict[WorkerId | None, tuple[int, ReplicaId, Link]] = {}
+        free: dict[WorkerId | None, tuple[float, int, ReplicaId, Link]] = {}
+        full: dict[WorkerId | None, tuple[float, ReplicaId, Link]] = {}
         for replica, link in serving.items():
             if not link.takes(live):
                 continue
@@ -202,7 +215,7 @@ class Links:
                 places.append(_place(replica, index.worker_of(replica), slots, link, held_out))
                 continue
             kind = near.get(replica)
-            load = len(link.running) + len(link.unseen)
+            load = link.load + len(link.unseen) / (link.weight or 1.0)
             if slots:
                 best = free.get(kind)
                 if best is None or load < best[0] or (load == best[0] and slots > best[1]):
