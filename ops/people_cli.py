@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ops.cli_common import Pool, clock, on_pool
+from profiles.service import REPLICAS_MAX
 
 MODES = ("observe", "advise", "act", "default")
 
@@ -156,7 +157,8 @@ def _told(result: dict[str, Any]) -> list[str]:
 
 
 def _model(result: dict[str, Any]) -> list[str]:
-    limits = f"{result['min_replicas']} to {result['max_replicas']} replicas"
+    most = "as many as fit" if result["max_replicas"] >= REPLICAS_MAX else str(result["max_replicas"])
+    limits = f"{result['min_replicas']} to {most} replicas"
     lines = [
         f"{result['model']}: {result['state']}, class {result['sla_class']}, {limits}, mode {result['mode']}",
         f"  needs      {result['needs']}",

@@ -110,6 +110,10 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     costs: dict[DeviceType, CostsSpec] = {}
 
 
+REPLICAS_MAX = 10_000
+"""Of one model; where its file says nothing it may have as many as fit."""
+
+
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the pool may treat the model. A model with a ``tenant`` shares devices only with models of that tenant."""
 
@@ -117,7 +121,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allow_co_location: bool = True
     tenant: Name | None = None
     min_replicas: Count = 0
-    max_replicas: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    max_replicas: Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)] = REPLICAS_MAX
     sla_class: SlaClass = msgspec.field(default=SlaClass.SILVER, name="class")
     tags: Annotated[tuple[Tag, ...], msgspec.Meta(max_length=64)] = ()
     quality_tier: Annotated[int, msgspec.Meta(ge=1, le=10)] = 1

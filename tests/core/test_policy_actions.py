@@ -624,6 +624,27 @@ def test_nothing_happens_by_itself_to_a_model_that_may_only_be_watched() -> None
         assert isinstance(commands(pool.tick(2.0))[0], DrainReplica)
 
 
+def test_advice_says_what_acting_would_save() -> None:
+    """A load that waits, with who would leave for it; a replica that nobody needs, with the device that it takes."""
+    advised = record("a", 4.0, mode=Mode.ADVISE, keep_s=30.0)
+    pool = Pool(advised, record("b", 4.0, max_replicas=4))
+    pool.core.policy = Coordinator()
+    for gpu in range(4):
+        pool.has("b", gpu, gib=4.0)
+    pool.tell()
+    assert [command for command in commands(pool.demand(a=1.0)) if isinstance(command, LoadModel)] == []
+    pool.tick(2.0)
+    (load,) = [text for model, text in pool.advice() if model == "a" and text.startswith("would load: 1 waiting for 1")][:1]
+    assert "; acting would save all but 16 s of each wait; b-" in load and load.endswith(" would leave")
+    assert pool.refusal("a").startswith("not loaded, and nothing is loaded by itself in its mode advise")
+    idle = Pool(advised)
+    idle.core.policy = Coordinator()
+    idle.has("a", 0, gib=4.0)
+    idle.tell()
+    assert commands(idle.tick(40.0)) == []
+    assert ("a", "would unload: the rest carries it; acting would save 1 device") in idle.advice()
+
+
 # ------------------------------------------------------------------------------------------------------ weights and journal
 
 

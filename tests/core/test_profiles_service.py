@@ -110,7 +110,7 @@ BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("5,000 digits", _spec(f"sla: {{tpot_ms: {'9' * 5000}}}"), ("cannot be read",)),
     (
         "min above max",
-        _spec("strategy: {min_replicas: 3}"),
+        _spec("strategy: {min_replicas: 3, max_replicas: 1}"),
         ("min_replicas: 3 is above max_replicas 1", "lower it or raise"),
     ),
     ("unknown class", _spec("strategy: {class: platinum}"), ("spec.strategy.class", "gold, silver, bronze, batch")),

@@ -15,6 +15,10 @@ from broker.core.pool.transactions import Stage, Transactions
 from subjects.ids import DeploymentKey
 from subjects.messages import EngineType, Mode, ModelRecord
 
+ADVISED_WAIT_S = 1.5
+"""Requests for a model that may only be advised about wait so long before they are refused: what they need shows meanwhile,
+and a person may load it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -58,7 +62,8 @@ class Availability:
         if self._pool.coming_replicas(record.deployment):
             return Outlook(estimated_wait_s=self._coming_wait_s(now_s, record.deployment, load_s))
         mode = self._catalogue.mode(record.deployment)
-        if mode is not Mode.ACT:
+        waits_s = self._feasibility.demand(record.deployment).oldest_wait_s
+        if mode is Mode.OBSERVE or (mode is Mode.ADVISE and waits_s >= ADVISED_WAIT_S):
             text = f"not loaded, and nothing is loaded by itself in its mode {mode.value} (carpool mode {record.name} act)"
             return Outlook(refusal=text, retry_after_s=30)
         refusal = self._infeasible(record)

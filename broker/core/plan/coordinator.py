@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from broker.core.plan.advice import advice
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.layout import Layout
 from broker.core.plan.learning import DeviceScores
@@ -125,6 +126,8 @@ class CoordinatorSettings:
     """Cadence of those bounds."""
     slots_min: int = 4
     bounds_slots: bool = True
+    advise_s: float = 1.0
+    """Cadence of what is advised about models that may not be acted for."""
     shares_devices: bool = True
     """False: every replica has its devices for itself."""
     resizes_kv: bool = True
@@ -169,6 +172,7 @@ class Coordinator:
         self._calm_s = -math.inf
         self._victims: dict[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] = {}
         """By place of a block of this look's plan: who leaves for it."""
+        self._advised_s = -math.inf
         self._decided_s = -math.inf
         self._watches_since_s = -math.inf
         self._looked_s = self._slots_s = self._replanned_s = -math.inf
@@ -234,7 +238,8 @@ class Coordinator:
                 asked = replace(asked, avoids=number[model.failed_on])
             wanted.append(self.prospects.adjusted(asked, needs[index]) if self.prospects else asked)
             for replica in model.replicas:
-                for key in replica.devices if replica.stays else ():
+                stays = replica.stays or not model.may_act
+                for key in replica.devices if stays else ():
                     if key not in number:
                         # Its device is locked, or its worker silent for a moment: nothing comes, and what stays goes on.
                         number[key] = len(sites)
@@ -247,7 +252,7 @@ class Coordinator:
                     elif replica.replica not in self._spares.kept and replica.running:
                         left = fixed_bytes(model.record) + kv_used_bytes(model.record, replica) // model.record.gpus
                     place = tuple(sorted(places))
-                    blocks.append(Block(index, place, replica.replica, replica.stays, held, left))
+                    blocks.append(Block(index, place, replica.replica, stays, held, left))
                     replicas[replica.replica] = replica
         problem = Problem(tuple(sites), tuple(wanted), tuple(blocks), self.settings.prices)
         return Look(now_s, view, [model for model, _ in pairs], needs, [costs for _, costs in pairs], problem, replicas)
@@ -508,12 +513,20 @@ class Coordinator:
             if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
         self._spare_places = memory.spares
-        actions: list[Action] = [*stops.values(), *memory.actions]
+        actions: list[Action] = [*stops.values(), *memory.actions, *self._advice(look)]
         if s.bounds_slots and now_s - self._slots_s >= s.slots_s - 1e-6:
             self._slots_s = now_s
             actions.extend(self._slots(look, layout, kept))
         self._capacity = [layout.capacity(index) for index in range(len(look.models))]
         return Decision(tuple(actions), self._weights(look, layout, kept))
+
+    def _advice(self, look: Look) -> list[Action]:
+        """What people are told now and then of models that may not be acted for."""
+        due = look.now_s - self._advised_s >= self.settings.advise_s
+        if not due or not any(model.advises for model in look.models):
+            return []
+        self._advised_s = look.now_s
+        return advice(look, self._blocks(look), max(VALUES.values()), self._trials_max(look))
 
     def _close(self, look: Look, blocks: tuple[Block, ...], stops: dict[ReplicaId, StopReplica]) -> None:
         """Doomed replicas take nothing new once others are ready to take over, and go when they hold nothing any more."""

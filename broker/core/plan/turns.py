@@ -13,7 +13,7 @@ places of idle models. A bidder that spans several devices and finds no place in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from broker.core.plan.layout import Layout
@@ -73,12 +73,12 @@ class Turns:
     value_max: float
     claims: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def take(self) -> list[Turn]:
-        """The turns to take now, the most urgent first; the layout has them all."""
+    def take(self, only: Container[int] | None = None) -> list[Turn]:
+        """The turns to take now, the most urgent first; the layout has them all. ``only``: no others bid."""
         needs = self.look.problem.needs
         bids = []
         for index, need in enumerate(needs):
-            bid = self._bid(index, need)
+            bid = self._bid(index, need) if only is None or index in only else 0.0
             if bid > 0:
                 bids.append((-bid, need.model, index))
         if not bids:

@@ -131,7 +131,7 @@ class ViewBuilder:
         model = catalogue.model(deployment)
         demand = self._feasibility.demand(deployment)
         mode = catalogue.mode(deployment)
-        stays = mode is not Mode.ACT or self._feasibility.all_stay(record)
+        stays = self._feasibility.all_stay(record)
         replicas: list[ReplicaView] = []
         leaving = 0
         for replica in pool.replicas_for(deployment):
