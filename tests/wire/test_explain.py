@@ -149,7 +149,9 @@ async def test_a_recording_of_a_live_scheduler_replays_the_same(nats_server: Nat
     async with rig_on(nats_server, tmp_path) as rig:
         bus = await NatsBus.connect([rig.url], name="s", wait=True)
         registry = Registry(tmp_path / "s" / "registry.sqlite")
-        config = SchedulerConfig(nats_urls=(rig.url,), state_dir=tmp_path / "s", settings=QUICK, policy="rules", record=path)
+        config = SchedulerConfig(
+            nats_urls=(rig.url,), state_dir=tmp_path / "s", settings=QUICK, policy="carpool", record=path
+        )
         scheduler = Scheduler(bus, registry, config)
         rig._schedulers.append((scheduler, bus, registry))
         await scheduler.start()
