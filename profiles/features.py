@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -37,36 +35,11 @@ SAMPLES_KEPT = 128
 KEYS_MAX = 4096
 """Keys (model, tenant, kind) remembered at once: some 10 MB; the one used longest ago goes first."""
 
-_STRUCTURED_FIELDS = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "logits_processors",
-)
-_FIXED_FIELDS = (
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "best_of",
-    "echo",
-)
-"""Each of these depends on what was generated before, or is not the same after a cut (ops/decisions/0004)."""
 _PROMPT_FIELD = {Endpoint.CHAT: "messages", Endpoint.COMPLETIONS: "prompt", Endpoint.EMBEDDINGS: "input"}
-_ADAPTER = re.compile(r"[A-Za-z0-9._/-]{1,128}")
-
-
-_RARE_FIELDS = frozenset((*_STRUCTURED_FIELDS, *_FIXED_FIELDS))
-"""Most bodies have none of them."""
 
 
 class BodyFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The parsed fields of an OpenAI body that decide something here (ING-3)."""
+    """The fields of a checked OpenAI body that decide something here (ING-3); ``broker.api.openai_bodies`` fills them."""
 
     model: str
     max_tokens: int | None = None
@@ -100,109 +73,6 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     environment: str = "production"
     kind: RequestKind = RequestKind.INFERENCE
     adapter: Adapter | None = None
-
-
-# -------------------------------------------------------------------------------------------------------------- fields
-
-
-def parse_fields(endpoint: Endpoint, body: Mapping[str, Any]) -> BodyFields:
-    """Reads and checks the fields; everything else in the body is the engine's business.
-
-    Raises:
-        ApiError: 400 with ``param``, for a field of the wrong type or range.
-    """
-    model = body.get("model")
-    if endpoint is Endpoint.EMBEDDINGS:
-        priority = _integer(body, "priority", 0, -(2**31), 2**31 - 1) or 0
-        return BodyFields(model=model if isinstance(model, str) else "", max_tokens=0, priority=priority)
-    chat = endpoint is Endpoint.CHAT
-    max_tokens = _integer(body, "max_completion_tokens", None, 1) if chat else None
-    if max_tokens is None:
-        # A completions body may ask for no token at all, to have its prompt scored.
-        max_tokens = _integer(body, "max_tokens", None, 1 if chat else 0)
-    n = _integer(body, "n", 1, 1, 1024) or 1
-    tools = chat and bool(body.get("tools")) and body.get("tool_choice") != "none"
-    fmt = body.get("response_format")
-    rare = not _RARE_FIELDS.isdisjoint(body)
-    structured = (isinstance(fmt, Mapping) and fmt.get("type", "text") != "text") or (
-        rare and any(body.get(name) for name in _STRUCTURED_FIELDS)
-    )
-    options = body.get("stream_options")
-    presence = _number(body, "presence_penalty", 0.0, -2.0, 2.0)
-    frequency = _number(body, "frequency_penalty", 0.0, -2.0, 2.0)
-    repetition = _number(body, "repetition_penalty", 1.0, 0.0, 1e6)
-    fixed = rare and (
-        any(body.get(name) not in (None, [], {}, "", False, 0) for name in _FIXED_FIELDS) or body.get("seed") is not None
-    )
-    logprobs = body.get("logprobs") not in (None, False) or body.get("prompt_logprobs") is not None
-    prompts = body.get("prompt")
-    many = isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int)
-    adapter = body.get("adapter")
-    if adapter is not None and (not isinstance(adapter, str) or _ADAPTER.fullmatch(adapter) is None):
-        raise ApiError(400, "adapter must be a name of up to 128 letters, digits, '.', '_', '/' or '-'", param="adapter")
-    return BodyFields(
-        model=model if isinstance(model, str) else "",
-        max_tokens=max_tokens,
-        stream=_boolean(body, "stream"),
-        include_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
-        temperature=_number(body, "temperature", 1.0, 0.0, 1e6),
-        top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
-        n=n,
-        stop=_stop(body.get("stop")),
-        presence_penalty=presence,
-        frequency_penalty=frequency,
-        adapter=adapter or "",
-        structured=structured,
-        tools=tools,
-        priority=_integer(body, "priority", 0, -(2**31), 2**31 - 1) or 0,
-        history_turns=_turns(body.get("messages")) if chat else 0,
-        continuable=not (
-            structured or tools or n > 1 or many or fixed or logprobs or presence != 0 or frequency != 0 or repetition != 1
-        ),
-    )
-
-
-def _integer(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int = 2**31 - 1) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or not low <= value <= high:
-        raise ApiError(400, f"{name} must be a whole number from {low} to {high}", param=name)
-    return value
-
-
-def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not low <= value <= high:  # NaN is outside of every range
-        raise ApiError(400, f"{name} must be a number from {low:g} to {high:g}", param=name)
-    return float(value)
-
-
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise ApiError(400, f"{name} must be true or false", param=name)
-    return value
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ApiError(400, "stop must be a string or a list of strings", param="stop")
-    return tuple(stop for stop in stops if stop)
-
-
-def _turns(messages: Any) -> int:
-    """Earlier answers in the conversation: above 5 its KV tends to lie in fragments (ING-4)."""
-    if not isinstance(messages, list):
-        return 0
-    return sum(1 for message in messages if isinstance(message, Mapping) and message.get("role") == "assistant")
 
 
 class PromptChain(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The bus as the rest of Carpool sees it: a small protocol, and what its users may count on.
 
 :class:`subjects.nats.bus.NatsBus` is its form, on a server with JetStream. It behaves as a NATS 2.15 server was measured to
-(``tests/contract``): a plain nak is redelivered at once, an expired pull returns its credits, a repeated message id is
+(``tests/contract``): an expired pull returns its credits, a repeated message id is
 swallowed for two minutes even after the first was acked, memory streams and their consumers are gone after a restart.
 
 Handlers are plain functions called on the event loop; they must not block. A handler that raises is logged and counted.
@@ -209,9 +209,6 @@ class Bus(Protocol):
 
     async def queue_ack(self, token: str) -> None:
         """Acknowledges a pulled ticket."""
-
-    async def queue_nak(self, token: str) -> None:
-        """Gives a pulled ticket back; it is redelivered at once."""
 
     async def open_puller(
         self,

@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ import structlog
 from subjects import names
 from subjects.bus import Bus, BusMessage
 from subjects.codec import decode, encode
-from subjects.errors import BusError, CarpoolError, DecodeError, EngineError
+from subjects.errors import BusError, CarpoolError, DecodeError
 from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId, incarnated, is_token
 from subjects.messages import (
     CommandOutcome,
@@ -191,65 +191,6 @@ class _Child:
     listener: asyncio.Task[None] | None = None
 
 
-class _TemplateKeeper:
-    """Starts the template early and once, and again when it died. Forks go one after the other."""
-
-    def __init__(self, note: Callable[[int], None]) -> None:
-        self._note = note
-        self._template: Template | None = None
-        self._lock = asyncio.Lock()
-
-    @property
-    def died(self) -> bool:
-        """Whether it was started well and is not running any more."""
-        return self._template is not None and not self._template.alive and not self._lock.locked()
-
-    async def ensure(self) -> None:
-        """Starts the template unless it runs.
-
-        Raises:
-            EngineError: it does not start.
-        """
-        async with self._lock:
-            await self._started()
-
-    async def _started(self) -> Template:
-        if self._template is None or not self._template.alive:
-            await self._drop()
-            template = Template(FORKED_ENTRY)
-            await template.start()
-            self._template = template
-            if template.pid is not None:
-                self._note(template.pid)
-        return self._template
-
-    async def fork(self, spec: ReplicaSpec, control: socket.socket) -> int:
-        """A replica's pid; a template that turns out to be dead is replaced once.
-
-        Raises:
-            EngineError: there is no template, or it refused.
-        """
-        async with self._lock:
-            template = await self._started()
-            try:
-                return await template.fork(spec, control)
-            except EngineError as error:
-                if template.alive:
-                    raise
-                log.warning("the template died and is started again", error=str(error))
-            return await (await self._started()).fork(spec, control)
-
-    async def stop(self) -> None:
-        """Ends the template if there is one."""
-        await self._drop()
-
-    async def _drop(self) -> None:
-        template, self._template = self._template, None
-        if template is not None:
-            with suppress(TimeoutError, CarpoolError, OSError):
-                await asyncio.wait_for(template.stop(), TEMPLATE_STOP_S)
-
-
 class Agent:
     """See the module's docstring."""
 
@@ -276,7 +217,7 @@ class Agent:
         )
         self._kinds = {device.device: device.kind for device in config.devices}
         self._forks = EngineType.VLLM in engines and DeviceKind.CPU in self._kinds.values()
-        self._template = _TemplateKeeper(lambda pid: state.record(ReplicaId(f"template-{worker}"), pid))
+        self._template = Template(FORKED_ENTRY, lambda pid: state.record(ReplicaId(f"template-{worker}"), pid))
         self._loop = asyncio.get_running_loop()
         self._children: dict[ReplicaId, _Child] = {}
         self._forwarder = Forwarder()
@@ -322,7 +263,8 @@ class Agent:
                 signal_group(child.pid, signal.SIGKILL)
             if self._kv is not None:
                 await self._kv.stop()  # Last of those that matter: what replicas computed is written down now.
-            await self._template.stop()
+            with suppress(TimeoutError, CarpoolError, OSError):
+                await asyncio.wait_for(self._template.stop(), TEMPLATE_STOP_S)
             self._state.forget(ReplicaId(f"template-{self._worker}"))
 
     def _task_failed(self, error: BaseException) -> None:
@@ -436,7 +378,7 @@ class Agent:
 
     async def _warm_template(self) -> None:
         try:
-            await self._template.ensure()
+            await self._template.start()
         except (CarpoolError, OSError, ImportError) as error:
             # The first load tries again and then says why.
             log.warning("the template for vLLM did not start", error=str(error))

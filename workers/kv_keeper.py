@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
+from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, Exit, NodeSettings
 from kvcache.wire.client import KvNode
 from kvcache.wire.messages import KvStats
 from subjects.errors import CarpoolError
@@ -51,11 +51,6 @@ SOCKET_BYTES_MAX = 100
 """A Unix socket's path has room for 107."""
 REPORT_S_MAX = 3600.0
 """No engine takes longer from its workers' report to its being read."""
-EXIT_SETTINGS = 2
-EXIT_LOCKED = 3
-EXIT_LISTEN = 4
-EXIT_MEMORY = 5
-"""As ``kvcache.node.main`` has them, which this process does not import: it brings the store along."""
 MODELS_TOLD_MAX = 64
 READY_BYTES_MAX = 4096
 
@@ -221,14 +216,14 @@ class KvKeeper:
         self._popen = self._stderr = None
         self._state.forget(self._note_id)
         words = " | ".join(line for line in stderr.finish().splitlines()[-2:] if line.strip())
-        self._locked = self._locked + 1 if code == EXIT_LOCKED else 0
-        if code == EXIT_LOCKED:
+        self._locked = self._locked + 1 if code == Exit.LOCKED else 0
+        if code == Exit.LOCKED:
             return f"{self._config.directory} is used by another process; give this worker a --kv-dir of its own"
-        if code == EXIT_LISTEN:
+        if code == Exit.LISTEN:
             return f"it cannot listen; is --kv-data-host {self._config.data_host} an address of this machine?"
-        if code == EXIT_MEMORY:
+        if code == Exit.MEMORY:
             return f"this host cannot give it {self._config.memory_bytes >> 20} MiB; lower --kv-memory"
-        if code == EXIT_SETTINGS:
+        if code == Exit.SETTINGS:
             return f"it refuses its settings: {words}"
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return f"it {ended}" + (f": {words}" if code > 0 and words else "")
@@ -285,19 +280,7 @@ class KvKeeper:
             running=True,
             note=note,
             tiers=tuple(tiers),
-            models=tuple(
-                KvModelReport(
-                    kv_signature=one.kv_signature,
-                    host_bytes=one.host_bytes,
-                    host_blocks=one.host_blocks,
-                    disk_bytes=one.disk_bytes,
-                    disk_blocks=one.disk_blocks,
-                    hits=one.hits,
-                    misses=one.misses,
-                    evicted=one.evicted,
-                )
-                for one in largest[:MODELS_TOLD_MAX]
-            ),
+            models=tuple(msgspec.convert(one, KvModelReport, from_attributes=True) for one in largest[:MODELS_TOLD_MAX]),
             hits=stats.hits,
             misses=stats.misses,
             corrupt=stats.corrupt,

@@ -30,6 +30,7 @@ from subjects.bus import Bus, BusMessage, Puller, QueuedTicket
 from subjects.codec import decode, encode
 from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, EngineError, NoResponders, place_of
 from subjects.ids import DeploymentKey, model_key
+from subjects.logs import log_json
 from subjects.messages import (
     Back,
     ClaimReply,
@@ -108,7 +109,6 @@ from workers.measuring import Prober
 from workers.spec import ReplicaSpec
 
 log = structlog.get_logger(__name__)
-_LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 START_TIMEOUT_S = 10.0
 """How long an exec'd replica waits for its spec."""
@@ -146,7 +146,7 @@ def run_replica(spec: ReplicaSpec, control: socket.socket) -> int:
     """
     exit_with_agent(control)
     random.seed()
-    _configure_logging()
+    log_json()
     loop = _new_event_loop()
     asyncio.set_event_loop(loop)
     try:
@@ -160,21 +160,6 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     import uvloop
 
     return uvloop.new_event_loop()
-
-
-def _configure_logging() -> None:
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        # The agent keeps only the tail of this: lines that nobody asked for would push the cause of a death out of it.
-        wrapper_class=structlog.make_filtering_bound_logger(_LOG_LEVELS.get(os.environ.get("CARPOOL_LOG_LEVEL", ""), 20)),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 async def _live(spec: ReplicaSpec, control: socket.socket) -> int:

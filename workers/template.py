@@ -5,7 +5,7 @@ template runs one thread, no event loop, no bus connection and no torch computat
 It is a fresh interpreter (never a fork of its agent), talks over one plain socket, and ends when that socket does.
 
 A replica is forked twice, so that it is nobody's child here: its agent, a subreaper, adopts and reaps it. The template's
-death therefore kills no replica; the agent starts another template for the next load. GPU replicas are never forked.
+death therefore kills no replica; another one is started for the next load. GPU replicas are never forked.
 
 This module is imported by the agent (:class:`Template`) and run by the child (``python -m workers.template FD``).
 """
@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
+import structlog
 
 from subjects.codec import decode, encode
 from subjects.errors import DecodeError, EngineError
@@ -73,19 +74,25 @@ class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
     failure: str = ""
 
 
+log = structlog.get_logger(__name__)
+
 FromTemplate = Imported | Forked
 Run = Callable[[ReplicaSpec, socket.socket], int]
 
 
 class Template:
-    """The agent's handle. One per agent; not shared between event loops.
+    """The agent's handle. One per agent; not shared between event loops. A template that died is started again for the next
+    fork.
 
     ``entry`` is what a forked process calls: ``module:function`` taking the spec and the control socket, returning the exit
     code.
     """
 
-    def __init__(self, entry: str = REPLICA_ENTRY) -> None:
+    def __init__(self, entry: str = REPLICA_ENTRY, started: Callable[[int], None] = lambda pid: None) -> None:
+        """``started`` hears the process id of each template that got ready."""
         self._entry = entry
+        self._started = started
+        self._was_ready = False
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._lock = asyncio.Lock()
@@ -100,6 +107,11 @@ class Template:
         """The template's process id while it runs."""
         return self._process.pid if self._process is not None and self.alive else None
 
+    @property
+    def died(self) -> bool:
+        """Whether it had got ready and does not run any more, and nobody starts it again at this moment."""
+        return self._was_ready and not self.alive and not self._lock.locked()
+
     async def start(self) -> None:
         """Starts the process and waits until it has imported vLLM (9 to 17 s); does nothing while one is alive.
 
@@ -107,29 +119,7 @@ class Template:
             EngineError: it failed or did not get ready in ``READY_TIMEOUT_S``.
         """
         async with self._lock:
-            if self.alive:
-                return
-            await self._close()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                # A session of its own: Ctrl-C is for the agent, which ends its children in order.
-                self._process = subprocess.Popen(  # noqa: ASYNC220, S603 (our own module; returns after exec)
-                    [sys.executable, "-m", "workers.template", str(theirs.fileno()), self._entry],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            ours.setblocking(False)
-            self._socket = ours
-            try:
-                reply = await self._receive(READY_TIMEOUT_S)
-            except BaseException:
-                await self._close()
-                raise
-            if not isinstance(reply, Imported) or reply.failure:
-                await self._close()
-                reason = reply.failure if isinstance(reply, Imported) else "it answered out of turn"
-                raise EngineError(f"the vLLM template did not start: {reason}")
+            await self._start()
 
     async def fork(self, spec: ReplicaSpec, control: socket.socket) -> int:
         """Forks a replica that gets ``spec`` and the other end's ``control`` socket; returns its process id.
@@ -137,7 +127,7 @@ class Template:
         The caller still owns ``control`` and closes its copy. The replica is the leader of a session of its own.
 
         Raises:
-            EngineError: the template is dead (start another one) or refused.
+            EngineError: there is no template, or it refused.
         """
         message = encode(spec)
         if len(message) > MESSAGE_BYTES_MAX:
@@ -145,28 +135,63 @@ class Template:
                 f"{spec.record.name}: its record has {len(message)} bytes; at most {MESSAGE_BYTES_MAX} can be sent"
             )
         async with self._lock:
-            if self._socket is None or not self.alive:
-                raise EngineError("the vLLM template is not running")
+            await self._start()
             try:
-                socket.send_fds(self._socket, [message], [control.fileno()])
-            except OSError as error:
-                await self._close()
-                raise EngineError(f"the vLLM template died: {error.strerror}") from None
-            try:
-                reply = await self._receive(FORK_TIMEOUT_S)
-            except BaseException:
-                # An answer that comes after its question was given up would be taken for the next one's.
-                await self._close()
-                raise
-            if not isinstance(reply, Forked) or reply.failure:
-                raise EngineError(
-                    f"the vLLM template could not fork: {getattr(reply, 'failure', 'it answered out of turn')}"
-                )
-            return reply.pid
+                return await self._fork(message, control)
+            except EngineError as error:
+                if self.alive:
+                    raise
+                log.warning("the template died and is started again", error=str(error))
+            await self._start()
+            return await self._fork(message, control)
+
+    async def _start(self) -> None:
+        if self.alive:
+            return
+        await self._close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # A session of its own: Ctrl-C is for the agent, which ends its children in order.
+            self._process = subprocess.Popen(  # noqa: ASYNC220, S603 (our own module; returns after exec)
+                [sys.executable, "-m", "workers.template", str(theirs.fileno()), self._entry],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._socket = ours
+        reply = await self._answer(READY_TIMEOUT_S)
+        if not isinstance(reply, Imported) or reply.failure:
+            await self._close()
+            reason = reply.failure if isinstance(reply, Imported) else "it answered out of turn"
+            raise EngineError(f"the vLLM template did not start: {reason}")
+        self._was_ready = True
+        self._started(self._process.pid)
+
+    async def _fork(self, message: bytes, control: socket.socket) -> int:
+        assert self._socket is not None
+        try:
+            socket.send_fds(self._socket, [message], [control.fileno()])
+        except OSError as error:
+            await self._close()
+            raise EngineError(f"the vLLM template died: {error.strerror}") from None
+        reply = await self._answer(FORK_TIMEOUT_S)
+        if not isinstance(reply, Forked) or reply.failure:
+            raise EngineError(f"the vLLM template could not fork: {getattr(reply, 'failure', 'it answered out of turn')}")
+        return reply.pid
+
+    async def _answer(self, timeout_s: float) -> FromTemplate:
+        try:
+            return await self._receive(timeout_s)
+        except BaseException:
+            # An answer that comes after its question was given up would be taken for the next one's.
+            await self._close()
+            raise
 
     async def stop(self) -> None:
         """Ends the template, not its replicas; calling again does nothing."""
         async with self._lock:
+            self._was_ready = False
             await self._close()
 
     async def _close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from profiles.features import BodyFields
 from subjects.errors import ApiError
 from subjects.messages import Endpoint
 
@@ -36,6 +37,29 @@ WITHHELD_FIELDS = ("cache_salt", "request_id", "kv_transfer_params", "ec_transfe
 """``cache_salt`` decides whose cached prefixes a request may reuse, so the gateway sets it by tenant (PAINS O3);
 ``request_id`` must be ours (J10); ``kv_transfer_params`` and ``ec_transfer_params`` would let a client name hosts to fetch
 KV and encodings of media from."""
+
+_STRUCTURED_FIELDS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "logits_processors",
+)
+_FIXED_FIELDS = (
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "best_of",
+    "echo",
+)
+"""Each of these depends on what was generated before, or is not the same after a cut (ops/decisions/0004)."""
+_RARE_FIELDS = frozenset((*_STRUCTURED_FIELDS, *_FIXED_FIELDS))
+"""Most bodies have none of them."""
 
 _Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)] | None
 _TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None
@@ -113,6 +137,7 @@ class CommonBody(BaseBody, frozen=True, kw_only=True):
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=STOP_STRINGS_MAX)] | None = None
     presence_penalty: _Penalty = None
     frequency_penalty: _Penalty = None
+    repetition_penalty: Annotated[float, Meta(ge=0.0, le=1e6)] | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=LOGIT_BIAS_ENTRIES_MAX)] | None
     ) = None
@@ -227,6 +252,38 @@ class ParsedBody:
         """Whether the output must follow a format."""
         wanted = self.fields.response_format if isinstance(self.fields, CommonBody) else None
         return wanted is not None and wanted.type != "text"
+
+    def profile_fields(self) -> BodyFields:
+        """What the request's profile takes from its body."""
+        fields, mapping = self.fields, self.mapping
+        if isinstance(fields, EmbeddingBody):
+            return BodyFields(model=self.model, max_tokens=0, priority=fields.priority or 0)
+        rare = not _RARE_FIELDS.isdisjoint(mapping)
+        structured = self.structured or (rare and any(mapping.get(name) for name in _STRUCTURED_FIELDS))
+        fixed = rare and (
+            any(mapping.get(name) not in (None, [], {}, "", False, 0) for name in _FIXED_FIELDS) or fields.seed is not None
+        )
+        logprobs = fields.logprobs not in (None, False) or mapping.get("prompt_logprobs") is not None
+        penalised = bool(fields.presence_penalty or fields.frequency_penalty) or fields.repetition_penalty not in (None, 1)
+        messages = fields.messages if isinstance(fields, ChatBody) else ()
+        return BodyFields(
+            model=self.model,
+            max_tokens=self.max_tokens,
+            stream=self.stream,
+            include_usage=self.include_usage,
+            temperature=1.0 if fields.temperature is None else fields.temperature,
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            n=self.n,
+            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            adapter=fields.adapter or "",
+            structured=structured,
+            tools=self.tools,
+            priority=fields.priority or 0,
+            history_turns=sum(message.role == "assistant" for message in messages),
+            continuable=not (structured or self.tools or self.choices > 1 or fixed or logprobs or penalised),
+        )
 
 
 _DECODERS: dict[Endpoint, msgspec.json.Decoder[Any]] = {

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from broker.api.anthropic_bodies import CountTokensBody, MessagesBody
 from broker.api.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
@@ -80,105 +81,96 @@ class MessagesErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     error: MessagesErrorFields
 
 
-_MESSAGE = {
-    "type": "object",
-    "required": ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],
-    "properties": {
-        "id": {"type": "string"},
-        "type": {"const": "message"},
-        "role": {"const": "assistant"},
-        "model": {"type": "string"},
-        "content": {"type": "array", "items": {"type": "object"}},
-        "stop_reason": {"type": ["string", "null"]},
-        "stop_sequence": {"type": ["string", "null"]},
-        "usage": {"type": "object"},
-    },
-}
-_MESSAGE_TOKENS = {
-    "type": "object",
-    "required": ["input_tokens"],
-    "properties": {"input_tokens": {"type": "integer"}},
-}
-_RESPONSE = {
-    "type": "object",
-    "required": ["id", "object", "created_at", "model", "status", "output", "usage"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "response"},
-        "created_at": {"type": "integer"},
-        "model": {"type": "string"},
-        "status": {"enum": ["completed", "incomplete"]},
-        "incomplete_details": {"type": ["object", "null"]},
-        "output": {"type": "array", "items": {"type": "object"}},
-        "usage": {"type": ["object", "null"]},
-    },
-}
-_COMPLETION = {
-    "type": "object",
-    "required": ["id", "object", "created", "model", "choices"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"type": "string"},
-        "created": {"type": "integer"},
-        "model": {"type": "string"},
-        "choices": {"type": "array", "items": {"$ref": _REF.format(name="Choice")}},
-        "usage": {"$ref": _REF.format(name="Usage")},
-    },
-}
-_CHOICE = {
-    "type": "object",
-    "required": ["index", "logprobs", "finish_reason"],
-    "properties": {
-        "index": {"type": "integer"},
-        "message": {"$ref": _REF.format(name="ChoiceMessage"), "description": "Of a chat."},
-        "text": {"type": "string", "description": "Of a completion."},
-        "logprobs": {"type": ["object", "null"]},
-        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
-        "stop_reason": {"type": ["string", "integer"], "description": "The stop string or token that ended it, if one did."},
-    },
-}
-_CHOICE_MESSAGE = {
-    "type": "object",
-    "required": ["role", "content", "refusal"],
-    "properties": {
-        "role": {"const": "assistant"},
-        "content": {"type": ["string", "null"]},
-        "refusal": {"type": ["string", "null"]},
-        "reasoning": {"type": "string", "description": "Of a model whose engine tells reasoning from answers."},
-        "tool_calls": {"type": "array", "items": {"type": "object"}},
-    },
-}
-_EMBEDDING = {
-    "type": "object",
-    "required": ["object", "index", "embedding"],
-    "properties": {
-        "object": {"const": "embedding"},
-        "index": {"type": "integer"},
-        "embedding": {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string"}]},
-    },
-}
-_EMBEDDINGS = {
-    "type": "object",
-    "required": ["object", "data", "model"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "list"},
-        "created": {"type": "integer"},
-        "model": {"type": "string"},
-        "data": {"type": "array", "items": {"$ref": _REF.format(name="Embedding")}},
-        "usage": {"$ref": _REF.format(name="Usage")},
-    },
-}
-_USAGE = {
-    "type": "object",
-    "required": ["prompt_tokens", "total_tokens"],
-    "properties": {
-        "prompt_tokens": {"type": "integer"},
-        "completion_tokens": {"type": "integer"},
-        "total_tokens": {"type": "integer"},
-        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}},
-    },
-}
+class MessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of Anthropic's messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+class MessageTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a prompt of Anthropic's messages is."""
+
+    input_tokens: int
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """One of OpenAI's responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | UnsetType | None = UNSET
+
+
+class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens as the engine counted them."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | UnsetType = UNSET
+    prompt_tokens_details: dict[str, int] | UnsetType = UNSET
+
+
+class ChoiceMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chat's choice says; ``reasoning`` of a model whose engine tells reasoning from answers."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """``message`` of a chat, ``text`` of a completion; ``stop_reason``: the stop string or token that ended it, if any."""
+
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    message: ChoiceMessage | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer of a chat or a completion."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: TokenUsage | UnsetType = UNSET
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector for each input."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    id: str | UnsetType = UNSET
+    created: int | UnsetType = UNSET
+    usage: TokenUsage | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +179,8 @@ class _Described:
 
     summary: str
     body: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | str | None = None
-    """A struct, the name of a schema that is written out here, or None for any JSON."""
+    answer: type[msgspec.Struct] | None = None
+    """None: any JSON."""
     media: str = "application/json"
     streams: bool = False
     open: bool = False
@@ -203,17 +195,17 @@ _TOKENIZE = _Described(
 )
 _DETOKENIZE = _Described("The text of token ids", DetokenizeBody, DetokenizeAnswer, errors=_HERE_ERRORS)
 ROUTES: dict[str, _Described] = {
-    "/v1/chat/completions": _Described("Chat", ChatBody, "Completion", streams=True, errors=_POOL_ERRORS),
-    "/v1/completions": _Described("Completion", CompletionBody, "Completion", streams=True, errors=_POOL_ERRORS),
-    "/v1/embeddings": _Described("One vector for each input", EmbeddingBody, "Embeddings", errors=_POOL_ERRORS),
+    "/v1/chat/completions": _Described("Chat", ChatBody, Completion, streams=True, errors=_POOL_ERRORS),
+    "/v1/completions": _Described("Completion", CompletionBody, Completion, streams=True, errors=_POOL_ERRORS),
+    "/v1/embeddings": _Described("One vector for each input", EmbeddingBody, Embeddings, errors=_POOL_ERRORS),
     "/v1/messages": _Described(
-        "Anthropic's messages", MessagesBody, "Message", streams=True, errors=_POOL_ERRORS, error=MessagesErrorBody
+        "Anthropic's messages", MessagesBody, MessageAnswer, streams=True, errors=_POOL_ERRORS, error=MessagesErrorBody
     ),
     "/v1/messages/count_tokens": _Described(
-        "How long a prompt is", CountTokensBody, "MessageTokens", errors=_HERE_ERRORS, error=MessagesErrorBody
+        "How long a prompt is", CountTokensBody, MessageTokens, errors=_HERE_ERRORS, error=MessagesErrorBody
     ),
     "/v1/responses": _Described(
-        "OpenAI's responses, of which none is stored", ResponsesBody, "Response", streams=True, errors=_POOL_ERRORS
+        "OpenAI's responses, of which none is stored", ResponsesBody, Response, streams=True, errors=_POOL_ERRORS
     ),
     "/tokenize": _TOKENIZE,
     "/detokenize": _DETOKENIZE,
@@ -238,7 +230,7 @@ def document() -> bytes:
 def _document() -> dict[str, Any]:
     structs: set[type[msgspec.Struct]] = set()
     for route in ROUTES.values():
-        structs |= {kind for kind in (route.body, route.answer, route.error) if isinstance(kind, type)}
+        structs |= {kind for kind in (route.body, route.answer, route.error) if kind is not None}
     kinds = sorted(structs, key=lambda kind: kind.__name__)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
     for schema in schemas.values():
@@ -251,18 +243,7 @@ def _document() -> dict[str, Any]:
         "info": {"title": "Carpool", "version": _version(), "description": "OpenAI's API over a pool of shared devices."},
         "paths": {path: {"post" if route.body else "get": _operation(path, route)} for path, route in ROUTES.items()},
         "components": {
-            "schemas": {
-                **schemas,
-                "Choice": _CHOICE,
-                "ChoiceMessage": _CHOICE_MESSAGE,
-                "Completion": _COMPLETION,
-                "Embedding": _EMBEDDING,
-                "Embeddings": _EMBEDDINGS,
-                "Message": _MESSAGE,
-                "MessageTokens": _MESSAGE_TOKENS,
-                "Response": _RESPONSE,
-                "Usage": _USAGE,
-            },
+            "schemas": schemas,
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -299,7 +280,7 @@ def _operation(path: str, route: _Described) -> dict[str, Any]:
 
 def _schema_of(route: _Described) -> dict[str, Any]:
     if route.answer is not None:
-        return _reference(route.answer if isinstance(route.answer, str) else route.answer.__name__)
+        return _reference(route.answer.__name__)
     return {"schema": {"type": "string"}} if route.media == "text/plain" else {"schema": {}}
 
 

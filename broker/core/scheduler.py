@@ -325,7 +325,7 @@ class SchedulerCore:
         for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.records_by_deployment()):
             text = f"steps of {record.name} on {kind or 'its devices'} take {account.ratio:.2f} times what its costs say"
             given = kind in record.costs
-            remedy = f"carpool profile {record.name}" if given else f"carpool get costs {record.name}"
+            remedy = f"carpool profile {record.name}" if given else "carpool get costs"
             self.digests.note(now_s, "costs", record.name, f"{text}; {'its file gives them' if given else 'measured again'}")
             evidence = {"ratio": f"{account.ratio:.3f}", "steps": str(account.steps)}
             self.outcomes.alert(now_s, Severity.WARNING, "costs-deviate", record.name, text, evidence, remedy, out)

@@ -52,15 +52,15 @@ from broker.core.requests.events import (
 from broker.core.requests.events import Failed as CoreFailed
 from broker.gateway.ask_headers import header, request_kind, timeout_s_of, wish_of
 from broker.gateway.exchange import Ask, Ended, Exchange, Failed
-from broker.gateway.kv_sync import KvSync
 from broker.gateway.metrics import UNRESOLVED, GatewayMetrics
 from broker.gateway.models import ModelTable
 from broker.gateway.recent_requests import RecentRequests
 from broker.gateway.request_shell import RequestShell
 from kvcache.core.prefix_index import PrefixIndex
+from kvcache.wire.index_sync import IndexSync
 from profiles.blocks import engine_salt
 from profiles.deployment import parses_with
-from profiles.features import OutputLengths, RequestContext, parse_fields, profile_and_chain
+from profiles.features import OutputLengths, RequestContext, profile_and_chain
 from profiles.tokenizer import ModelTokenizer, PromptTokenizer
 from subjects import names
 from subjects.bus import Bus, BusMessage, KvEntry, Subscription
@@ -149,7 +149,7 @@ class Gateway:
         self._admission = Admission(self._options.limits)
         self.prefixes = PrefixIndex()
         """Who holds the KV of which prompts."""
-        self._kv_sync = KvSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
+        self._kv_sync = IndexSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
         self._reuse: dict[str, tuple[ModelRecord, ReuseCosts]] = {}
         shards = self._options.queue_shards
         self._shell = RequestShell(bus, self.ingress, self, queue_shards=shards, prefixes=self.prefixes)
@@ -275,11 +275,6 @@ class Gateway:
         """The model or adapter of a name or alias, with the state of its replicas."""
         view = self._models.resolve(name)
         return None if view is None else (view, self._models.state(view.record))
-
-    def record_of(self, name: str) -> ModelRecord | None:
-        """The record of a name or alias."""
-        view = self._models.resolve(name)
-        return None if view is None else view.record
 
     def unknown_model(self, name: str) -> ApiError:
         """The 404 for a name nobody configured."""
@@ -431,7 +426,6 @@ class Gateway:
 
     async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> _Profiled:
         record = view.record
-        parsed = parse_fields(ask.endpoint, body.mapping)
         tokenizer = await self._tokenizer_of(record)
         count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
         prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
@@ -452,7 +446,7 @@ class Gateway:
             kind=request_kind(ask),
             adapter=view.adapter,
         )
-        profile, chain = profile_and_chain(record, ask.endpoint, parsed, prompts, context, self._lengths)
+        profile, chain = profile_and_chain(record, ask.endpoint, body.profile_fields(), prompts, context, self._lengths)
         # KV of embeddings is not kept either, so their prompts are not looked for.
         kept = record.kv_reuse and ask.endpoint is not Endpoint.EMBEDDINGS
         hashes = chain.hashes if kept and not self.prefixes.empty else []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from subjects.messages import PoolDigest
@@ -14,20 +12,20 @@ UNRESOLVED = "-"
 """Stands for the model of a request whose name was not resolved."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelMetrics:
     """The series of one model. Finding a series by its labels costs more than counting, so it is done once."""
 
-    queue_wait_s: Histogram
-    ttft_s: Histogram
-    latency_s: Histogram
-    tokens_input: Counter
-    tokens_output: Counter
-    tokens_cached: Counter
-    attempts: Counter
-    cancelled: Counter
-    prefix_requests: Counter
-    prefix_tokens: Counter
+    def __init__(self, of_all: GatewayMetrics, model: str) -> None:
+        self.queue_wait_s = of_all.queue_wait_s.labels(model)
+        self.ttft_s = of_all.ttft_s.labels(model)
+        self.latency_s = of_all.latency_s.labels(model)
+        self.tokens_input = of_all.tokens.labels(model, "input")
+        self.tokens_output = of_all.tokens.labels(model, "output")
+        self.tokens_cached = of_all.tokens.labels(model, "cached")
+        self.attempts = of_all.attempts.labels(model)
+        self.cancelled = of_all.cancelled.labels(model)
+        self.prefix_requests = of_all.prefix_requests.labels(model)
+        self.prefix_tokens = of_all.prefix_tokens.labels(model)
 
 
 class GatewayMetrics:
@@ -89,18 +87,7 @@ class GatewayMetrics:
         """The series of a model of the registry."""
         found = self._of.get(model)
         if found is None:
-            found = self._of[model] = ModelMetrics(
-                queue_wait_s=self.queue_wait_s.labels(model),
-                ttft_s=self.ttft_s.labels(model),
-                latency_s=self.latency_s.labels(model),
-                tokens_input=self.tokens.labels(model, "input"),
-                tokens_output=self.tokens.labels(model, "output"),
-                tokens_cached=self.tokens.labels(model, "cached"),
-                attempts=self.attempts.labels(model),
-                cancelled=self.cancelled.labels(model),
-                prefix_requests=self.prefix_requests.labels(model),
-                prefix_tokens=self.prefix_tokens.labels(model),
-            )
+            found = self._of[model] = ModelMetrics(self, model)
         return found
 
     def ended(self, model: str, status: str, way: str) -> None:

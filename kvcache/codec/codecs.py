@@ -40,7 +40,7 @@ CODECS = ("none", "lossless", "fp8", "int4")
 VERSION = 1
 
 _MAGIC = b"CKVB"
-_HEADER = struct.Struct("<4sBBB2BI8sQ")  # magic, version, codec, keys across, groups, bytes after, signature, checksum
+_HEADER = struct.Struct("<4sBBB2BI8sQ")  # magic, version, codec, 0, groups, bytes after, signature, checksum
 _SECTION = struct.Struct("<BI")  # 0: as it is, 1: zstd; bytes
 _PAYS = 0.98  # zstd is kept where it leaves less than this
 _ZSTD_LEVEL = 1  # codes have no repetitions to be found: its entropy coder does all there is to do
@@ -70,8 +70,6 @@ class Levels:
     keys: int = 20
     values: int = 20
     even_keys: bool = True
-    keys_per_token: bool = False
-    """Groups keys as values are, for comparison."""
 
 
 SHIPPED = Levels()
@@ -95,7 +93,7 @@ def encode(signature: KvSignature, block: Buffer, codec: str) -> bytes:
     if codec == "fp8" and _known(signature) and signature.dtype in numbers.WIDE:
         body = _encode_fp8(signature, block)
         if body is not None:
-            return _payload(signature, "fp8", False, body)
+            return _payload(signature, "fp8", body)
     return _encode_lossless(signature, block)
 
 
@@ -103,18 +101,13 @@ def encode_grouped(signature: KvSignature, block: Buffer, levels: Levels) -> byt
     """As :func:`encode` with ``int4``, with other parameters; ``decode`` reads it like any other."""
     body = b""
     for part in numbers.parts(signature, numbers.raw(block, signature.dtype)):
-        across = part.is_keys and levels.keys_per_token
         values = numbers.widen(part.read(), signature.dtype)
-        if across:
-            values = np.ascontiguousarray(values.swapaxes(1, 2))
         count = levels.keys if part.is_keys else levels.values
-        encoded = _encode_rows(
-            values, _group(values.shape, across or not part.is_keys), count, part.is_keys and levels.even_keys
-        )
+        encoded = _encode_rows(values, _group(values.shape, not part.is_keys), count, part.is_keys and levels.even_keys)
         if encoded is None:
             return _encode_lossless(signature, block)
         body += encoded
-    return _payload(signature, "int4", levels.keys_per_token, body)
+    return _payload(signature, "int4", body)
 
 
 def decode(signature: KvSignature, payload: Buffer, codec: str, into: memoryview) -> None:
@@ -131,7 +124,7 @@ def decode(signature: KvSignature, payload: Buffer, codec: str, into: memoryview
             raise CodecError(f"a block of {memoryview(payload).nbytes} bytes, expected {signature.block_bytes}")
         into.cast("B")[:] = memoryview(payload).cast("B")
         return
-    way, across, body = _open(signature, payload)
+    way, body = _open(signature, payload)
     if way not in ("lossless", codec):
         raise CodecError(f"a payload of codec {way}, expected {codec}")
     if way == "lossless":
@@ -141,15 +134,7 @@ def decode(signature: KvSignature, payload: Buffer, codec: str, into: memoryview
     else:
         elements = numbers.raw(into, signature.dtype)
         for part in numbers.parts(signature, elements):
-            if way == "fp8":
-                values = _decode_fp8(body, part)
-            else:
-                turned = across and part.is_keys
-                heads, rows, row = part.shape
-                shape = (heads, row, rows) if turned else part.shape
-                values = _decode_rows(body, shape, turned or not part.is_keys)
-                if turned:
-                    values = values.swapaxes(1, 2)
+            values = _decode_fp8(body, part) if way == "fp8" else _decode_rows(body, part.shape, not part.is_keys)
             part.write(numbers.narrow(np.ascontiguousarray(values), signature.dtype))
     body.end()
 
@@ -191,7 +176,7 @@ def _encode_lossless(signature: KvSignature, block: Buffer) -> bytes:
     data = np.frombuffer(block, np.uint8)
     width = _width(signature)
     planes = (_section(data[index::width].tobytes()) for index in range(width))
-    return _payload(signature, "lossless", False, b"".join(planes))
+    return _payload(signature, "lossless", b"".join(planes))
 
 
 def _decode_lossless(body: _Body, into: memoryview) -> None:
@@ -347,28 +332,28 @@ def _planes(values: Array) -> bytes:
     return _section(planes[:, 0].tobytes()) + _section(planes[:, 1].tobytes())
 
 
-def _payload(signature: KvSignature, codec: str, across: bool, body: bytes) -> bytes:
+def _payload(signature: KvSignature, codec: str, body: bytes) -> bytes:
     header = _HEADER.pack(
         _MAGIC,
         VERSION,
         CODECS.index(codec),
-        across,
+        0,
         _KEY_GROUP_MAX,
         _VALUE_GROUP_MAX,
         len(body),
         _fingerprint(signature),
-        xxhash.xxh3_64_intdigest(body, seed=across),  # the one field that nothing else would find wrong
+        xxhash.xxh3_64_intdigest(body),
     )
     return header + body
 
 
-def _open(signature: KvSignature, payload: Buffer) -> tuple[str, bool, _Body]:
-    """Codec, whether keys were grouped as values, and what follows the header, checked."""
+def _open(signature: KvSignature, payload: Buffer) -> tuple[str, _Body]:
+    """Codec, and what follows the header, checked."""
     data = memoryview(payload).cast("B")
     if len(data) < _HEADER.size:
         raise CodecError("the payload is cut short")
-    magic, version, way, across, key_group, value_group, size, fingerprint, checksum = _HEADER.unpack_from(data)
-    if magic != _MAGIC or way >= len(CODECS):
+    magic, version, way, none, key_group, value_group, size, fingerprint, checksum = _HEADER.unpack_from(data)
+    if magic != _MAGIC or way >= len(CODECS) or none:
         raise CodecError("these bytes are no payload of a codec")
     if version != VERSION or (key_group, value_group) != (_KEY_GROUP_MAX, _VALUE_GROUP_MAX):
         raise CodecError(f"a payload of version {version}, expected {VERSION}")
@@ -377,9 +362,9 @@ def _open(signature: KvSignature, payload: Buffer) -> tuple[str, bool, _Body]:
     body = data[_HEADER.size :]
     if size != len(body):
         raise CodecError(f"a payload of {len(body)} bytes that says {size}")
-    if xxhash.xxh3_64_intdigest(body, seed=across) != checksum:
+    if xxhash.xxh3_64_intdigest(body) != checksum:
         raise CodecError("the payload is corrupt: its checksum is another")
-    return CODECS[way], bool(across), _Body(signature, body)
+    return CODECS[way], _Body(signature, body)
 
 
 class _Body:

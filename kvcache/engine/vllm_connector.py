@@ -31,7 +31,6 @@ from kvcache.engine.scheduler import SchedulerSide
 from kvcache.engine.tensors import Blocks, HostBlocks, blocks_of, view_blocks
 from kvcache.engine.worker import STAGING_BLOCKS_MIN, BlockClient, WorkerSide
 from subjects.errors import CarpoolError, place_of
-from subjects.ids import ReplicaId
 
 log = structlog.get_logger(__name__)
 
@@ -182,15 +181,17 @@ class CarpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         def make_client() -> BlockClient:
             from kvcache.wire.client import KvClient
+            from kvcache.wire.messages import Attach
 
-            return KvClient(
-                self.config.socket,
-                model_hash=self.config.model_hash,
-                weights_hash=self.config.weights_hash,
+            config = self.config
+            attach = Attach(
+                model_hash=config.model_hash,
+                weights_hash=config.weights_hash,
                 signature=signature,
-                replica=ReplicaId(self.config.replica),
-                codec=self.config.codec,
+                replica=config.replica,
+                codec=config.codec,
             )
+            return KvClient(config.socket, attach)
 
         self.worker = WorkerSide(blocks, make_client, staging_bytes)
         return signature

@@ -8,7 +8,7 @@ import mmap
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -27,6 +27,7 @@ from kvcache.wire.messages import (
 )
 from subjects.errors import DecodeError
 
+ACCEPT_PAUSE_S: Final = 0.05
 SILENCE_S_MAX: Final = 2.0
 """A side that moves no byte for that long is given up."""
 SOCKET_BUFFER_BYTES: Final = 4 << 20
@@ -42,6 +43,18 @@ def prepare_socket(sock: socket.socket) -> None:
     """Before it connects, or the socket that listens."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+
+
+async def accepted(listening: socket.socket) -> AsyncIterator[socket.socket]:
+    """Connections as they come, for the event loop."""
+    while True:
+        try:
+            sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+        except OSError:  # out of descriptors, or the peer was gone at once
+            await asyncio.sleep(ACCEPT_PAUSE_S)
+            continue
+        sock.setblocking(False)
+        yield sock
 
 
 async def read_message(sock: socket.socket, kind: Any) -> Any:
@@ -60,14 +73,22 @@ async def read_bytes(sock: socket.socket, size: int) -> bytearray:
         EOFError: the other side closed before.
     """
     data = bytearray(size)
-    view = memoryview(data)
-    loop = asyncio.get_running_loop()
+    await receive_into(sock, memoryview(data))
+    return data
+
+
+async def receive_into(sock: socket.socket, view: memoryview) -> None:
+    """Fills ``view``.
+
+    Raises:
+        EOFError: the other side closed before.
+    """
+    receive = asyncio.get_running_loop().sock_recv_into
     while len(view):
-        count = await loop.sock_recv_into(sock, view)
+        count = await receive(sock, view)
         if not count:
             raise EOFError("the other side closed")
         view = view[count:]
-    return data
 
 
 async def in_thread(threads: ThreadPoolExecutor, sock: socket.socket, call: Any, *arguments: Any) -> Any:

@@ -28,7 +28,7 @@ import structlog
 
 from kvcache.core.holdings import Held
 from kvcache.core.identity import PAGE_BYTES
-from kvcache.node.data_bytes import SILENCE_S_MAX, in_thread, parts_of, prepare_socket, read_message, send_all
+from kvcache.node.data_bytes import SILENCE_S_MAX, accepted, in_thread, parts_of, prepare_socket, read_message, send_all
 from kvcache.node.host_tier import HostBlock
 from kvcache.node.settings import NodeSettings
 from kvcache.node.tiers import Tiers
@@ -158,19 +158,12 @@ class DataServer:
         self._threads.shutdown(wait=True)
 
     async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listening)
-            except OSError:  # out of descriptors, or the peer was gone at once
-                await asyncio.sleep(0.05)
-                continue
+        async for sock in accepted(listening):
             if self._strangers >= STRANGERS_MAX:
                 self.refused += 1
                 sock.close()
-                continue
-            sock.setblocking(False)
-            self._tasks.spawn(self._serve(sock))
+            else:
+                self._tasks.spawn(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
         self._strangers += 1

@@ -24,6 +24,7 @@ from kvcache.node.data_pull import Puller
 from kvcache.node.models import KnownModels
 from kvcache.node.settings import NodeSettings
 from kvcache.node.tiers import Tiers
+from kvcache.wire.index_sync import IndexSync
 from kvcache.wire.messages import Attach, KvPulled, Opened, Prepare
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
@@ -35,9 +36,7 @@ from subjects.tasks import Tasks, end_tasks
 
 SPANS_PER_MESSAGE = 500
 """Some 50 KB, and 2 ms of a gateway that takes it in."""
-SNAPSHOT_PAGES_MAX = 1024
-SNAPSHOT_TIMEOUT_S = 1.0
-RETRY_S = 5.0
+OFFER_TIMEOUT_S = 1.0
 FETCH_LATENCY_S = 0.01
 """What is believed that asking and opening take."""
 DISK_LATENCY_S = 0.002
@@ -81,12 +80,12 @@ class Exchange:
         self.index = PrefixIndex()
         self.bandwidths = Bandwidths()
         self._bus: Bus | None = None
-        self._subscriptions: list[Subscription] = []
+        self._subscription: Subscription | None = None
+        self._sync: IndexSync | None = None
         self._tasks = Tasks(lambda error: log.error("a part of the KV node's exchange failed", error=place_of(error)))
         self._sequence = 0
         self._emptied: dict[ReplicaId, None] = {}
         self._told_s = 0.0
-        self._reading: dict[WorkerId, None] = {}
         self._pulls: dict[bytes, asyncio.Task[None]] = {}
         self._vain: dict[tuple[WorkerId, bytes], float] = {}
         self._offer_lists: dict[tuple[WorkerId, str], tuple[float, list[bytes]]] = {}
@@ -106,17 +105,17 @@ class Exchange:
     async def join(self, bus: Bus) -> None:
         """Speaks and answers on the bus from now on, also on one that connects later."""
         self._bus = bus
-        self._subscriptions = [
-            await bus.subscribe(names.kv_ask(self._worker), self._on_ask),
-            await bus.subscribe(names.ALL_KV_INDEX, self._on_indexed),
-        ]
-        self._tasks.spawn(self._tell(), self._look())
+        self._subscription = await bus.subscribe(names.kv_ask(self._worker), self._on_ask)
+        self._sync = IndexSync(bus, self.index, self._worker, discarded=_discarded)
+        await self._sync.start()
+        self._tasks.spawn(self._tell())
 
     async def close(self) -> None:
         """Leaves the bus; pulls under way end."""
-        for subscription in self._subscriptions:
+        for part in (self._subscription, self._sync):
             with suppress(BusError):
-                await subscription.stop()
+                if part is not None:
+                    await part.stop()
         await self._tasks.end()
         await end_tasks(list(self._pulls.values()))
         await self.server.close()
@@ -228,49 +227,6 @@ class Exchange:
         while len(self._offer_lists) > OFFER_LISTS_MAX:
             del self._offer_lists[next(iter(self._offer_lists))]
         return known[1]
-
-    # ---- hearing
-
-    def _on_indexed(self, message: BusMessage) -> None:
-        try:
-            news = decode(message.payload, KvIndexed)
-        except DecodeError as error:
-            log.warning("news of the KV index cannot be read", error=str(error))
-            return
-        if news.worker == self._worker or message.subject != names.kv_index(news.worker):
-            return
-        if self.index.indexed(time.monotonic(), news):
-            self._read_snapshot(news.worker)
-
-    async def _look(self) -> None:
-        """Silent nodes are forgotten; those that have not told all are asked again."""
-        while True:
-            await asyncio.sleep(RETRY_S)
-            self.index.expire(time.monotonic())
-            for worker in self.index.wanting():
-                self._read_snapshot(worker)
-
-    def _read_snapshot(self, worker: WorkerId) -> None:
-        if worker not in self._reading:
-            self._reading[worker] = None
-            self._tasks.spawn(self._read_pages(worker))
-
-    async def _read_pages(self, worker: WorkerId) -> None:
-        assert self._bus is not None
-        try:
-            for _ in range(SNAPSHOT_PAGES_MAX):
-                cursor = self.index.wanted_page(worker)
-                if cursor is None:
-                    return
-                ask = KvAsk(worker=self._worker, snapshot=True, cursor=cursor)
-                reply = await self._bus.request(names.kv_ask(worker), encode(ask), timeout_s=SNAPSHOT_TIMEOUT_S)
-                page = decode(reply, KvSnapshot)
-                if page.worker != worker or self.index.page(time.monotonic(), page, cursor) is None:
-                    return
-        except (BusError, DecodeError) as error:
-            log.debug("a node did not tell what it has", worker=worker, error=str(error))
-        finally:
-            self._reading.pop(worker, None)
 
     # ---- fetching
 
@@ -438,7 +394,7 @@ class Exchange:
             ask = KvAsk(worker=self._worker, signature=kv_signature, cursor=cursor)
             try:
                 offer = decode(
-                    await self._bus.request(subject, encode(ask), timeout_s=min(SNAPSHOT_TIMEOUT_S, left_s)), KvOffer
+                    await self._bus.request(subject, encode(ask), timeout_s=min(OFFER_TIMEOUT_S, left_s)), KvOffer
                 )
             except (BusError, DecodeError) as error:
                 failure = f"the source does not answer: {type(error).__name__}"
@@ -454,3 +410,7 @@ class Exchange:
                 break
             cursor = offer.cursor
         return KvPulled(blocks=blocks, bytes=size, chains=chains, failure=failure)
+
+
+def _discarded(kind: str) -> None:
+    log.warning("what another node says of its KV cannot be read", kind=kind)

@@ -10,25 +10,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
+from kvcache.core.eviction import EvictionOrder
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 from kvcache.wire.messages import checksums
-
-
-class Order(Protocol):
-    """Who leaves the tier first; see :class:`kvcache.core.eviction.EvictionOrder`."""
-
-    def add(self, unit: bytes, parent: bytes, size_bytes: int, now_s: float, *, test: bool = False) -> None: ...
-
-    def touch(self, unit: bytes, now_s: float, *, test: bool = False) -> bool: ...
-
-    def remove(self, unit: bytes) -> None: ...
-
-    def victims(self, bytes_min: int, now_s: float, keep: Callable[[bytes], bool] | None = None) -> list[bytes]: ...
-
-    def idle(self, now_s: float, units_max: int = 1000, keep: Callable[[bytes], bool] | None = None) -> list[bytes]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +33,7 @@ class HostBlock:
     arrived_s: float = 0.0
     on_disk: bool = False
     pins: int = 0
-    gone: bool = field(default=False)
+    gone: bool = False
 
     @property
     def parent_key(self) -> bytes:
@@ -69,7 +55,7 @@ class HostBlock:
 class HostTier:
     """The arena and what lies in it."""
 
-    def __init__(self, bytes_max: int, order: Order) -> None:
+    def __init__(self, bytes_max: int, order: EvictionOrder) -> None:
         """``bytes_max`` is rounded down to whole pages; no page is touched before it is used.
 
         Raises:
@@ -177,23 +163,23 @@ class HostTier:
 
     def victims(self, bytes_min: int, now_s: float, keep: Callable[[HostBlock], bool]) -> list[HostBlock]:
         """Blocks that are to leave, in that order. They are out of the order: ``remove`` them, or ``stay``."""
-
-        def kept(key: bytes) -> bool:
-            block = self._blocks.get(key)
-            return block is not None and (block.pins > 0 or keep(block))
-
-        found = [self._blocks.get(key) for key in self.order.victims(bytes_min, now_s, kept)]
-        return [block for block in found if block is not None]
+        return self._found(self.order.victims(bytes_min, now_s, self._kept(keep)))
 
     def idle(self, now_s: float, keep: Callable[[HostBlock], bool]) -> list[HostBlock]:
         """Blocks that nobody used for too long, as by :meth:`victims`."""
+        return self._found(self.order.idle(now_s, keep=self._kept(keep)))
+
+    def _kept(self, keep: Callable[[HostBlock], bool]) -> Callable[[bytes], bool]:
+        """Of keys: what is pinned stays too."""
 
         def kept(key: bytes) -> bool:
             block = self._blocks.get(key)
             return block is not None and (block.pins > 0 or keep(block))
 
-        found = [self._blocks.get(key) for key in self.order.idle(now_s, keep=kept)]
-        return [block for block in found if block is not None]
+        return kept
+
+    def _found(self, keys: Sequence[bytes]) -> list[HostBlock]:
+        return [block for key in keys if (block := self._blocks.get(key)) is not None]
 
     def stay(self, block: HostBlock, now_s: float) -> None:
         """A victim that does not leave after all."""

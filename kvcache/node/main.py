@@ -20,17 +20,12 @@ import msgspec
 import structlog
 
 from kvcache.node.node import Node
-from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
+from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, Exit, NodeSettings
 from kvcache.store.segments import StoreLocked
 from subjects.bus import Bus
 from subjects.errors import CarpoolError, place_of
+from subjects.logs import log_json
 from subjects.tasks import end_tasks
-
-EXIT_SETTINGS = 2
-EXIT_LOCKED = 3
-EXIT_LISTEN = 4
-EXIT_MEMORY = 5
-_LOG_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 log = structlog.get_logger(__name__)
 
@@ -47,17 +42,17 @@ async def run(settings: NodeSettings) -> int:
         node = Node(settings)
     except StoreLocked as error:
         log.error("the KV node cannot have its directory", error=str(error))
-        return EXIT_LOCKED
+        return Exit.LOCKED
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
         log.error("the KV node cannot have its memory", error=str(error), memory_bytes=settings.host_bytes_max)
-        return EXIT_MEMORY
+        return Exit.MEMORY
     try:
         await node.open(alone=not os.environ.get(NATS_VARIABLE))
     except OSError as error:
         log.error("the KV node cannot listen", error=str(error))
-        return EXIT_LISTEN
+        return Exit.LISTEN
     ready = {"node": node.name, "socket": settings.socket_path, "data": node.exchange.server.address}
     sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
     sys.stdout.flush()
@@ -99,29 +94,16 @@ def _stdin_told(stop: asyncio.Event) -> None:
         stop.set()
 
 
-def configure_logging() -> None:
-    """One JSON object per line on standard error, from the level of ``$CARPOOL_LOG_LEVEL`` on, else info."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(_LOG_LEVELS.get(os.environ.get("CARPOOL_LOG_LEVEL", ""), 20)),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-
-
 def main() -> int:
     """Reads the settings and serves."""
     import uvloop
 
-    configure_logging()
+    log_json()
     try:
         settings = msgspec.json.decode(sys.argv[1] if len(sys.argv) == 2 else "", type=NodeSettings)
     except msgspec.MsgspecError as error:
         sys.stderr.write(f"settings of the KV node: {error}\n")
-        return EXIT_SETTINGS
+        return Exit.SETTINGS
     return uvloop.run(run(settings))
 
 

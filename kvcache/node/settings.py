@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import msgspec
 
 from kvcache.core.identity import PAGE_BYTES
@@ -10,6 +12,15 @@ NATS_VARIABLE = "CARPOOL_NATS"
 """Environment variable with the bus's URLs, apart by spaces; empty: the node works for its host alone."""
 REDIS_VARIABLE = "CARPOOL_REDIS"
 """Environment variable with the URL of Redis; empty: hotness stays on the node."""
+
+
+class Exit(IntEnum):
+    """The exit code of a node that cannot have its settings, its directory, its addresses, its memory."""
+
+    SETTINGS = 2
+    LOCKED = 3
+    LISTEN = 4
+    MEMORY = 5
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

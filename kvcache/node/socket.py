@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from kvcache.core.identity import KvIdentity, KvSignature
+from kvcache.node.data_bytes import accepted, receive_into
 from kvcache.node.host_tier import HostBlock, checksums_of
 from kvcache.node.models import is_model_hash
 from kvcache.node.tiers import Tiers
@@ -57,7 +58,6 @@ from subjects.ids import ReplicaId, is_token
 from subjects.tasks import Tasks
 
 CONNECTIONS_MAX = 128
-ACCEPT_PAUSE_S = 0.05
 ATTACH_S_MAX = 2.0
 FRAME_SILENCE_S_MAX = 10.0
 """A frame that stopped midway closes the connection after that long."""
@@ -140,14 +140,7 @@ class LocalSocket:
             self._path.unlink(missing_ok=True)
 
     async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listening)
-            except OSError:  # out of descriptors, or the peer was gone at once
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            sock.setblocking(False)
+        async for sock in accepted(listening):
             with suppress(OSError):
                 if self._count < CONNECTIONS_MAX and peer_uid(sock) in (os.getuid(), 0):
                     self._tasks.spawn(self._serve(sock))
@@ -322,7 +315,7 @@ class _Connection:
             return False
         try:
             for view in block.views:
-                await self._receive(view)
+                await receive_into(self._sock, view)
         except BaseException:
             self._tiers.host.abandon(block)
             raise
@@ -358,25 +351,17 @@ class _Connection:
     # ---- bytes
 
     async def _head(self, kind: Any) -> tuple[Any, int]:
-        await self._receive(self._start)
+        await receive_into(self._sock, self._start)
         head_bytes, body_bytes = lengths(self._start)
         head = bytearray(head_bytes)
         async with asyncio.timeout(FRAME_SILENCE_S_MAX):
-            await self._receive(memoryview(head))
+            await receive_into(self._sock, memoryview(head))
         return read_head(bytes(head), kind), body_bytes
-
-    async def _receive(self, view: memoryview) -> None:
-        receive = self._loop.sock_recv_into
-        while len(view):
-            count = await receive(self._sock, view)
-            if not count:
-                raise EOFError("the other end closed")
-            view = view[count:]
 
     async def _discard(self, size: int) -> None:
         while size > 0:
             part = self._scratch[: min(size, len(self._scratch))]
-            await self._receive(part)
+            await receive_into(self._sock, part)
             size -= len(part)
 
     async def _send(self, message: Any) -> None:

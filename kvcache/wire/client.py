@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
-from kvcache.core.identity import PAGE_BYTES, KvSignature
+from kvcache.core.identity import PAGE_BYTES
 from kvcache.errors import KvRefused, KvUnavailable
 from kvcache.wire.messages import (
     BLOCKS_MAX,
@@ -49,7 +49,7 @@ from kvcache.wire.messages import (
     read_head,
 )
 from subjects.errors import DecodeError
-from subjects.ids import ReplicaId, WorkerId
+from subjects.ids import WorkerId
 
 CALL_TIMEOUT_S = 1.0
 """Of a blocking call: the longest silence of the node. What it sends or takes may go on for longer."""
@@ -78,29 +78,14 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 class KvClient:
-    """Blocks to and from the node, for one thread.
+    """Blocks to and from the node, for one thread; ``attach`` says whose, with the signature that sizes them."""
 
-    ``signature`` says how large a block is; ``model_signature`` and ``codec`` are those of the model's record.
-    """
-
-    def __init__(
-        self,
-        socket_path: str,
-        *,
-        model_hash: str,
-        weights_hash: str,
-        signature: KvSignature,
-        replica: ReplicaId,
-        codec: str = "none",
-        timeout_s: float = CALL_TIMEOUT_S,
-    ) -> None:
-        if not 0 < signature.block_bytes <= BODY_BYTES_MAX:
-            raise ValueError(f"blocks of {signature.block_bytes} bytes: at most {BODY_BYTES_MAX} are carried")
+    def __init__(self, socket_path: str, attach: Attach, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        if attach.signature is None or not 0 < attach.signature.block_bytes <= BODY_BYTES_MAX:
+            raise ValueError(f"blocks of 1 to {BODY_BYTES_MAX} bytes are carried")
         self._path = socket_path
-        self._attach = Attach(
-            model_hash=model_hash, weights_hash=weights_hash, signature=signature, replica=replica, codec=codec
-        )
-        self._block_bytes = signature.block_bytes
+        self._attach = attach
+        self._block_bytes = attach.signature.block_bytes
         self._timeout_s = timeout_s
         self._sock: socket.socket | None = None
         self._retry_at_s = 0.0
@@ -278,20 +263,9 @@ class KvClient:
 class KvNode:
     """Questions to the node, for one event loop. An agent gives only ``socket_path``; a replica says which model it has."""
 
-    def __init__(
-        self,
-        socket_path: str,
-        *,
-        model_hash: str = "",
-        weights_hash: str = "",
-        signature: KvSignature | None = None,
-        replica: str = "",
-        codec: str = "none",
-    ) -> None:
+    def __init__(self, socket_path: str, attach: Attach | None = None) -> None:
         self._path = socket_path
-        self._attach = Attach(
-            model_hash=model_hash, weights_hash=weights_hash, signature=signature, replica=replica, codec=codec
-        )
+        self._attach = attach or Attach()
         self._retry_at_s = 0.0
         self._number = 0
         self._writer: asyncio.StreamWriter | None = None

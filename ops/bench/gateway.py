@@ -19,6 +19,7 @@ import msgspec
 
 from ops.bench.echo import EVENTS
 from ops.bench.load import Result, Task, measure
+from ops.bench.peers import body
 from ops.bench.processes import bus_messages
 from ops.control import control
 from ops.models import make_tiny_model, records_of
@@ -28,7 +29,6 @@ from subjects.errors import CarpoolError
 
 PAIRS = 10
 PAIR_REQUESTS = 200
-_PROMPT = "Tell me what a carpool is, and why people who drive to the same place would want to share one car."
 
 
 async def bench_gateway(say: Callable[[str], None], *, seconds: float = 8.0, connections: int = 16) -> dict[str, Any]:
@@ -56,7 +56,8 @@ async def bench_gateway(say: Callable[[str], None], *, seconds: float = 8.0, con
 
             def task(target: int, *, stream: bool, **more: Any) -> Task:
                 bounds = {"connections": connections, "seconds_max": seconds} | more
-                return Task(host="127.0.0.1", port=target, path="/v1/chat/completions", body=_body(stream), **bounds)
+                content = body(stream=stream, tokens=EVENTS if stream else 4)
+                return Task(host="127.0.0.1", port=target, path="/v1/chat/completions", body=content, **bounds)
 
             say("waking the model and warming up")
             for target in (port, echo_port):
@@ -92,15 +93,6 @@ async def bench_gateway(say: Callable[[str], None], *, seconds: float = 8.0, con
         "bus_messages_per_request": round(messages / ours.requests, 2),
         "stream_events_per_request": round(stream.events / stream.requests, 2),
     }
-
-
-def _body(stream: bool) -> str:
-    body: dict[str, Any] = {
-        "model": "bench",
-        "messages": [{"role": "user", "content": _PROMPT}],
-        "max_tokens": EVENTS if stream else 4,
-    }
-    return msgspec.json.encode(body | ({"stream": True} if stream else {})).decode()
 
 
 def _checked(result: Result) -> Result:

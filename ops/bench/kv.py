@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import time
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from subjects.errors import ConfigError
+from subjects.errors import CarpoolError, ConfigError
 
+WAIT_S_MAX = 120.0
 PARTS = ("store", "transfer", "hotness", "affinity", "replay", "codecs", "engine")
 """Each is a module ``ops.bench.kv_<part>`` with ``async def measure(bench: KvBench) -> dict``."""
 
@@ -65,6 +67,19 @@ async def bench_kv(bench: KvBench, only: tuple[str, ...] = ()) -> dict[str, Any]
         if (figure := _figure(result, name)) is not None
     }
     return result
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for a server of a benchmark.
+
+    Raises:
+        CarpoolError: it does not hold after ``WAIT_S_MAX``.
+    """
+    end_s = time.monotonic() + WAIT_S_MAX
+    while not holds():
+        if time.monotonic() > end_s:
+            raise CarpoolError(f"a server of the benchmark did not get so far within {WAIT_S_MAX:.0f} s")
+        await asyncio.sleep(0.002)
 
 
 def _figure(result: dict[str, Any], name: str) -> float | None:

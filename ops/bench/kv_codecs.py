@@ -38,7 +38,6 @@ TEXT = Path(__file__).parent / "data" / "austen.txt"
 FORM = "layer,head,k:dim.token,v:token.dim"
 SHIPPED = ("fp8", "int4")
 CURVE: dict[str, Levels] = {
-    "own steps, keys per token, 16/16": Levels(16, 16, even_keys=False, keys_per_token=True),
     "own steps, 16/16": Levels(16, 16, even_keys=False),
     "own steps, 22/20": Levels(22, 20, even_keys=False),
     "16/16": Levels(16, 16),

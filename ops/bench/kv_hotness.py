@@ -21,7 +21,7 @@ import numpy as np
 from redis.asyncio import Redis
 
 from kvcache.shared.index import IndexState, RedisIndex, RedisIndexSettings, SpanAccess
-from ops.bench.kv import KvBench
+from ops.bench.kv import KvBench, until
 from ops.kept import Kept
 from ops.servers import free_port, port_is_free, valkey_server_argv
 from subjects.errors import CarpoolError
@@ -36,7 +36,6 @@ MANY = 1_000_000
 CHUNK = 500
 READ_SPANS = 64
 READS = 400
-_WAIT_S_MAX = 120.0
 _ROOMY = RedisIndexSettings(members_max=NOTES, members_total_max=2 * NOTES, flush_every_s=0.02)
 
 
@@ -57,7 +56,7 @@ async def measure(bench: KvBench) -> dict[str, Any]:
         await server.start()
         try:
             url = f"redis://127.0.0.1:{port}/0"
-            await _until(lambda: not port_is_free("127.0.0.1", port))
+            await until(lambda: not port_is_free("127.0.0.1", port))
             async with Redis(port=port) as client:
                 async with _started(url, _ROOMY) as index:
                     result = await _flow(index, client, bench.seed)
@@ -74,7 +73,7 @@ async def measure(bench: KvBench) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _started(url: str, settings: RedisIndexSettings) -> AsyncIterator[RedisIndex]:
     async with RedisIndex(url, "bench-1", settings) as index:
-        await _until(lambda: index.state is IndexState.OK)
+        await until(lambda: index.state is IndexState.OK)
         yield index
 
 
@@ -105,9 +104,9 @@ async def _flow(index: RedisIndex, client: Any, seed: int) -> dict[str, Any]:
         for entry in chunk:
             index.note(*entry)
         note_us.append((time.perf_counter() - noted_s) / len(chunk) * 1e6)
-        await _until(lambda: index.stats.waiting <= index.settings.buffer_max // 2)
+        await until(lambda: index.stats.waiting <= index.settings.buffer_max // 2)
         await asyncio.sleep(0)
-    await _until(lambda: index.settled)
+    await until(lambda: index.settled)
     took_s = time.perf_counter() - began_s
     stats, told = index.stats, index.counts.told
     members = sum([int(await client.zcard(index.hotness_key(model))) for model in MODELS])
@@ -162,18 +161,10 @@ async def _many(index: RedisIndex, client: Any) -> dict[str, Any]:
         for number in range(first, min(first + CHUNK, MANY)):
             index.note(MODELS[0], number.to_bytes(16, "big"), access)
         first += CHUNK
-        await _until(lambda: index.stats.waiting <= index.settings.buffer_max // 2)
+        await until(lambda: index.stats.waiting <= index.settings.buffer_max // 2)
         if first % (100 * CHUNK) == 0:
             highest = max(highest, int(await client.zcard(index.hotness_key(MODELS[0]))))
-    await _until(lambda: index.settled)
+    await until(lambda: index.settled)
     if index.counts.told != MANY:
         raise CarpoolError(f"hotness: {index.counts.told} of {MANY} prefixes told")
     return {"hotness_members_of_1m": max(highest, int(await client.zcard(index.hotness_key(MODELS[0]))))}
-
-
-async def _until(ready: Any) -> None:
-    end_s = time.monotonic() + _WAIT_S_MAX
-    while not ready():
-        if time.monotonic() > end_s:
-            raise CarpoolError(f"hotness: the server has not taken everything after {_WAIT_S_MAX:.0f} s")
-        await asyncio.sleep(0.002)

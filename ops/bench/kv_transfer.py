@@ -30,15 +30,15 @@ from kvcache.errors import KvUnavailable
 from kvcache.node.data_bytes import prepare_socket
 from kvcache.node.settings import NATS_VARIABLE, NodeSettings
 from kvcache.wire.client import KvClient, KvNode
-from kvcache.wire.messages import KvUse
-from ops.bench.kv import KvBench
+from kvcache.wire.messages import Attach, KvUse
+from ops.bench.kv import KvBench, until
 from ops.kept import Kept
 from ops.servers import free_port, nats_server_argv, port_is_free
 from profiles.blocks import chain_hashes
 from subjects import names
 from subjects.codec import decode, encode
 from subjects.errors import BusError, CarpoolError
-from subjects.ids import ReplicaId, WorkerId
+from subjects.ids import WorkerId
 from subjects.messages import KvAsk, KvOffer
 from subjects.nats.bus import NatsBus
 
@@ -70,7 +70,7 @@ async def measure(bench: KvBench) -> dict[str, Any]:
         await server.start()
         nodes: list[_Node] = []
         try:
-            await _until(lambda: not port_is_free("127.0.0.1", port))
+            await until(lambda: not port_is_free("127.0.0.1", port))
             nodes += [
                 await _Node.started(Path(folder), name, f"nats://127.0.0.1:{port}") for name in ("source-1", "target-1")
             ]
@@ -191,14 +191,8 @@ class _Node:
 
     def write(self, signature: KvSignature, hashes: list[bytes]) -> None:
         """Gives it a chain of blocks of noise."""
-        client = KvClient(
-            self.path,
-            model_hash="a" * 64,
-            weights_hash=_WEIGHTS,
-            signature=signature,
-            replica=ReplicaId("bench-1"),
-            timeout_s=10.0,
-        )
+        attach = Attach(model_hash="a" * 64, weights_hash=_WEIGHTS, signature=signature, replica="bench-1")
+        client = KvClient(self.path, attach, timeout_s=10.0)
         row = os.urandom(signature.block_bytes)
         some = memoryview(row * min(len(hashes), max(1, PIECE_BYTES // signature.block_bytes)))
         step = len(some) // signature.block_bytes
@@ -294,14 +288,6 @@ def _receive(port: int, size: int) -> None:
                 rest = rest[count:]
         sys.stdout.write(f"{time.monotonic() - began_s}\n")
         sys.stdout.flush()
-
-
-async def _until(condition: Any) -> None:
-    end_s = time.monotonic() + _WAIT_S_MAX
-    while not condition():
-        if time.monotonic() > end_s:
-            raise CarpoolError("a server did not start")
-        await asyncio.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import click
 
@@ -397,11 +396,3 @@ CASES: dict[str, Case] = {
         weights,
     )
 }
-
-
-async def run_case(stage: Stage, name: str) -> dict[str, Any]:
-    """One case: ``{"faults": [...]}``; one that breaks has that as its fault."""
-    try:
-        return {"faults": await CASES[name](stage)}
-    except Exception as error:
-        return {"faults": [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]}

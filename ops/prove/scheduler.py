@@ -152,7 +152,7 @@ async def prove_successor(directory: Path, rng: random.Random, say: Say) -> Figu
     kept = "carpool_sim"
     services = "".join(_costed(name, load_s=1.0) for name in ("old", "new", "steady"))
     async with (
-        _two_of_each(directory, services, "cpu:700MiB", policy="rules") as pool,
+        _two_of_each(directory, services, "cpu:700MiB") as pool,
         client_of(pool) as client,
         _wiretap(pool) as tap,
     ):
@@ -432,7 +432,7 @@ async def prove_people(directory: Path, _rng: random.Random, say: Say) -> Figure
     the leader changes."""
     services = "".join(_costed(name, load_s=0.3) for name in ("mine", "other"))
     async with (
-        _two_of_each(directory, services, "cpu:700MiB", policy="rules") as pool,
+        _two_of_each(directory, services, "cpu:700MiB") as pool,
         client_of(pool) as client,
         _wiretap(pool) as tap,
     ):

@@ -36,6 +36,9 @@ class TransactionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="began"):
     """What ``place`` loads, with the budget that was decided."""
     replica_name: str = ""
     """The newcomer's name without its incarnation."""
+    restores: bool = False
+    by_policy: bool = False
+    """Of older leaders, whose bytes stay readable as they are; nothing reads the two."""
     replicas: tuple[ReplicaId, ...] = ()
     """Those that leave, or the one that is changed."""
     model_hashes: tuple[ModelHash, ...] = ()

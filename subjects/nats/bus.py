@@ -143,9 +143,6 @@ class NatsBus:
     async def queue_ack(self, token: str) -> None:
         await self._connection.publish(token, b"+ACK")
 
-    async def queue_nak(self, token: str) -> None:
-        await self._connection.publish(token, b"-NAK")
-
     async def open_puller(
         self,
         model: ModelKey,

@@ -18,13 +18,13 @@ import msgspec
 import pytest
 
 from kvcache.wire.client import KvClient, KvNode
-from subjects.ids import OperationId, ReplicaId, WorkerId
+from subjects.ids import OperationId, WorkerId
 from subjects.messages import CommandOutcome, EvictKv, KvReport, KvTier, MigrateKv
 from subjects.nats.bus import NatsBus
 from tests.chaos.test_agent_processes import Desk, gone, model
 from tests.servers import NatsServer
 from tests.waiting import until
-from tests.wire.kv_nodes import BLOCK_BYTES, MODEL_HASH, SALT, SIGNATURE, USE, WEIGHTS_HASH, chain, right, room, rows
+from tests.wire.kv_nodes import ATTACH, BLOCK_BYTES, SALT, SIGNATURE, USE, chain, right, room, rows
 from workers import kv_keeper
 from workers.kv_config import KvConfig
 from workers.processes import StateDirectory
@@ -248,14 +248,7 @@ async def test_a_migration_goes_from_node_to_node(desk: KvDesk) -> None:
     hashes = chain(1, 12)
 
     def client(worker: WorkerId) -> KvClient:
-        return KvClient(
-            desk.socket(worker),
-            model_hash=MODEL_HASH,
-            weights_hash=WEIGHTS_HASH,
-            signature=SIGNATURE,
-            replica=ReplicaId("r-1"),
-            timeout_s=10.0,
-        )
+        return KvClient(desk.socket(worker), ATTACH, timeout_s=10.0)
 
     writer = client(source)
     assert await asyncio.to_thread(writer.write, SALT, b"", hashes, rows(hashes), USE) == 12

@@ -340,22 +340,6 @@ async def test_an_unacknowledged_ticket_is_delivered_again(bus: Bus) -> None:
     assert not await bus.queue_delete(stored)
 
 
-async def test_a_refused_ticket_is_delivered_again_at_once_and_first(bus: Bus) -> None:
-    """No pause, and before tickets that nobody has seen: so a replica must not nak what merely does not fit."""
-    await bus.ensure_queue()
-    await put(bus, "a")
-    await put(bus, "b")
-    lines = Lines()
-    puller = await lines.open(bus)
-    for _ in range(3):
-        known = len(lines.tickets)
-        await puller.pull(1, 1)
-        await until(lambda k=known: len(lines.tickets) > k, within_s=1.5)  # type: ignore[misc]
-        await bus.queue_nak(lines.tickets[-1].token)
-        await bus.round_trip(timeout_s=5)
-    assert [(ticket.payload, ticket.deliveries) for ticket in lines.tickets] == [(b"a", 1), (b"a", 2), (b"a", 3)]
-
-
 async def test_a_repeated_id_is_swallowed_even_after_the_ack(bus: Bus) -> None:
     """The window counts from the first publication, whatever became of it."""
     await bus.ensure_queue()

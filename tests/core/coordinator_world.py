@@ -331,6 +331,7 @@ class FluidPool:
             load_s=one.load_s,
             may_load=one.may_load,
             may_act=self.acts,
+            advises=not self.acts,
             finished_output_tokens=finished * one.output_tokens,
         )
 

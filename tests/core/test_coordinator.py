@@ -55,7 +55,7 @@ def test_a_cold_model_is_started_at_the_first_look_at_its_demand() -> None:
     arrived_s = next(view.now_s for view in world.views for one in view.models.values() if sum(one.arrivals.requests))
     starts = [done for done in world.done if isinstance(done.action, StartReplica)]
     assert [done.at_s for done in starts] == [arrived_s]
-    assert "needs " in starts[0].action.reason
+    assert "1 waiting" in starts[0].action.reason
     world.run(10.0)
     assert cold.waiting == 0.0
 

@@ -12,7 +12,7 @@ import pytest
 
 from broker.api.openai_bodies import INPUTS_MAX, parse_body
 from broker.core.requests.admission import ModelView, Wish, no_model_fits, rank_models, task_refusal
-from profiles.features import OutputLengths, RequestContext, parse_fields
+from profiles.features import OutputLengths, RequestContext
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, RequestId, Tenant
@@ -181,8 +181,7 @@ def profiled(**fields: Any) -> RequestProfile:
     checked = parse_body(Endpoint.EMBEDDINGS, body(**fields))
     prompts = EstimatedTokenizer().prompts(Endpoint.EMBEDDINGS, checked.mapping)
     context = RequestContext(tenant=Tenant("t"), deadline_unix_s=1.0)
-    read = parse_fields(Endpoint.EMBEDDINGS, checked.mapping)
-    return build_profile(record(), Endpoint.EMBEDDINGS, read, prompts, context, OutputLengths())
+    return build_profile(record(), Endpoint.EMBEDDINGS, checked.profile_fields(), prompts, context, OutputLengths())
 
 
 @pytest.mark.parametrize(

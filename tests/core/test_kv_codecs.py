@@ -197,7 +197,7 @@ def test_4_bit_with_other_levels_is_read_alike() -> None:
     signature = signature_of()
     block = block_of(signature, 4)
     seen = []
-    for levels in (Levels(8, 8), Levels(16, 16), Levels(64, 64), Levels(64, 64, even_keys=False, keys_per_token=True)):
+    for levels in (Levels(8, 8), Levels(16, 16), Levels(64, 64), Levels(64, 64, even_keys=False)):
         payload = encode_grouped(signature, block, levels)
         room = bytearray(len(block))
         decode(signature, payload, "int4", memoryview(room))
@@ -232,7 +232,7 @@ def test_sections_that_lie_are_refused(codec: str, lie: bytes, place: int) -> No
     signature = signature_of()
     body = bytearray(encode(signature, block_of(signature, 9), codec)[codecs._HEADER.size :])
     body[place : place + len(lie)] = lie
-    payload = codecs._payload(signature, codec, False, bytes(body))
+    payload = codecs._payload(signature, codec, bytes(body))
     try:
         decode(signature, payload, codec, memoryview(bytearray(signature.block_bytes)))
     except CodecError as error:
@@ -248,7 +248,7 @@ def test_a_frame_that_claims_gigabytes_is_refused_before_it_is_expanded() -> Non
     with pytest.raises(CodecError):
         decode(
             signature,
-            codecs._payload(signature, "lossless", False, section),
+            codecs._payload(signature, "lossless", section),
             "lossless",
             memoryview(bytearray(signature.block_bytes)),
         )

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from broker.api.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, EmbeddingBody, parse_body
-from profiles.features import OutputLengths, RequestContext, parse_fields
+from profiles.features import OutputLengths, RequestContext
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
@@ -77,7 +77,7 @@ def test_any_body_is_profiled_or_a_400(endpoint: Endpoint, fields: dict[str, Any
         parsed = parse_body(endpoint, json.dumps(body).encode())
         prompts = EstimatedTokenizer().prompts(endpoint, parsed.mapping)
         context = RequestContext(tenant=Tenant("t"), deadline_unix_s=1.0)
-        profile = build_profile(RECORD, endpoint, parse_fields(endpoint, parsed.mapping), prompts, context, OutputLengths())
+        profile = build_profile(RECORD, endpoint, parsed.profile_fields(), prompts, context, OutputLengths())
     except ApiError as error:
         assert error.status == 400 and error.message
     else:

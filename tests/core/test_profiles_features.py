@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.api.openai_bodies import parse_body
 from profiles.blocks import chain_hashes, tenant_salt
 from profiles.features import (
     SAMPLES_KEPT,
@@ -16,7 +18,6 @@ from profiles.features import (
     BodyFields,
     OutputLengths,
     RequestContext,
-    parse_fields,
     profile_and_chain,
     prompt_entropy,
 )
@@ -47,10 +48,16 @@ def record(**changes: Any) -> ModelRecord:
     return ModelRecord(**values | changes)
 
 
+def fields_of(endpoint: Endpoint, body: dict[str, Any]) -> BodyFields:
+    """What the profile takes of a body that gives these fields beside the least that its route asks for."""
+    least = {"messages": [{"role": "user", "content": "x"}]} if endpoint is Endpoint.CHAT else {"prompt": "x"}
+    return parse_body(endpoint, msgspec.json.encode({"model": "a", **least, **body})).profile_fields()
+
+
 def profile(body: dict[str, Any], tokens: int, endpoint: Endpoint = Endpoint.CHAT, **changes: Any) -> RequestProfile:
     """The profile of a body with one prompt of ``tokens`` tokens."""
     return build_profile(
-        record(**changes), endpoint, parse_fields(endpoint, body), [list(range(tokens))], CONTEXT, OutputLengths()
+        record(**changes), endpoint, fields_of(endpoint, body), [list(range(tokens))], CONTEXT, OutputLengths()
     )
 
 
@@ -74,9 +81,9 @@ def test_the_twelve_fields() -> None:
         "response_format": {"type": "json_object"},
         "tools": [{"type": "function"}],
         "priority": 3,
-        "messages": [{"role": "user"}, {"role": "assistant"}, {"role": "user"}, {"role": "assistant"}, {"role": "user"}],
+        "messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant", "user")],
     }
-    assert parse_fields(Endpoint.CHAT, body) == BodyFields(
+    assert fields_of(Endpoint.CHAT, body) == BodyFields(
         model="a",
         max_tokens=5,
         stream=True,
@@ -110,13 +117,13 @@ def test_nulls_are_defaults() -> None:
         "response_format",
         "seed",
     )
-    assert parse_fields(Endpoint.CHAT, dict.fromkeys(names)) == BodyFields(model="", continuable=True)
+    assert fields_of(Endpoint.CHAT, dict.fromkeys(names)) == BodyFields(model="a", continuable=True)
 
 
 def test_max_completion_tokens_wins_in_chat() -> None:
     """The newer name of the bound counts, where both are given."""
-    assert parse_fields(Endpoint.CHAT, {"max_completion_tokens": 3, "max_tokens": 9}).max_tokens == 3
-    assert parse_fields(Endpoint.COMPLETIONS, {"max_completion_tokens": 3, "max_tokens": 9}).max_tokens == 9
+    assert fields_of(Endpoint.CHAT, {"max_completion_tokens": 3, "max_tokens": 9}).max_tokens == 3
+    assert fields_of(Endpoint.COMPLETIONS, {"max_completion_tokens": 3, "max_tokens": 9}).max_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,6 @@ def test_max_completion_tokens_wins_in_chat() -> None:
         ("max_tokens", "5"),
         ("n", 0),
         ("temperature", -0.1),
-        ("temperature", math.nan),
         ("temperature", "hot"),
         ("top_p", 1.1),
         ("presence_penalty", 2.1),
@@ -138,14 +144,14 @@ def test_max_completion_tokens_wins_in_chat() -> None:
         ("stop", 5),
         ("stop", [5]),
         ("priority", 1 << 40),
-        ("adapter", "../../x y"),
+        ("repetition_penalty", -1),
     ],
 )
 def test_wrong_fields_are_400_with_their_name(field: str, value: Any) -> None:
     """A client learns which field is wrong."""
     with pytest.raises(ApiError) as caught:
-        parse_fields(Endpoint.CHAT, {field: value})
-    assert (caught.value.status, caught.value.param) == (400, field)
+        fields_of(Endpoint.CHAT, {field: value})
+    assert (caught.value.status, (caught.value.param or "").partition("[")[0]) == (400, field)
 
 
 @pytest.mark.parametrize(
@@ -154,11 +160,11 @@ def test_wrong_fields_are_400_with_their_name(field: str, value: Any) -> None:
         ({}, True),
         ({"temperature": 0.7, "top_p": 0.5, "max_tokens": 5}, True),
         ({"response_format": {"type": "text"}, "tools": [], "stop": [], "n": 1, "logprobs": False}, True),
-        ({"tools": [{}], "tool_choice": "none"}, True),
+        ({"tools": [{"type": "function"}], "tool_choice": "none"}, True),
         ({"response_format": {"type": "json_schema"}}, False),
         ({"structured_outputs": {"regex": "a"}}, False),
         ({"n": 2}, False),
-        ({"tools": [{}]}, False),
+        ({"tools": [{"type": "function"}]}, False),
         ({"presence_penalty": 0.1}, False),
         ({"frequency_penalty": 0.1}, False),
         ({"repetition_penalty": 1.1}, False),
@@ -178,9 +184,9 @@ def test_what_may_be_continued(body: dict[str, Any], continuable: bool) -> None:
 
 def test_several_prompts_are_not_continued() -> None:
     """A list of prompts is many choices; a list of token ids is one prompt."""
-    assert not parse_fields(Endpoint.COMPLETIONS, {"prompt": ["a", "b"]}).continuable
-    assert parse_fields(Endpoint.COMPLETIONS, {"prompt": [1, 2]}).continuable
-    assert parse_fields(Endpoint.COMPLETIONS, {"prompt": ["a"]}).continuable
+    assert not fields_of(Endpoint.COMPLETIONS, {"prompt": ["a", "b"]}).continuable
+    assert fields_of(Endpoint.COMPLETIONS, {"prompt": [1, 2]}).continuable
+    assert fields_of(Endpoint.COMPLETIONS, {"prompt": ["a"]}).continuable
 
 
 # ------------------------------------------------------------------------------------------------------------- profile
@@ -259,7 +265,7 @@ def test_prompts_that_do_not_fit() -> None:
 
 def test_several_prompts_are_summed() -> None:
     """Tokens and pages are those of all prompts; a prefix chain only a single prompt has."""
-    fields = parse_fields(Endpoint.COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 10})
+    fields = fields_of(Endpoint.COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 10})
     result = build_profile(
         record(), Endpoint.COMPLETIONS, fields, [list(range(40)), list(range(70))], CONTEXT, OutputLengths()
     )

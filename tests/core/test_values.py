@@ -33,7 +33,9 @@ CLASSES = sorted(
 DATA = [found for found in CLASSES if dataclasses.is_dataclass(found)]
 # What a core keeps and changes itself. Everything else is an event, a command, a setting or an answer.
 STATE = {
+    "broker.core.plan.costs.Account",
     "broker.core.plan.plan_input.Look",
+    "broker.core.plan.turns.Turns",
     "broker.core.plan.standby.Spares",
     "_Account",
     "_Cell",

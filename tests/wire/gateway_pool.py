@@ -356,7 +356,12 @@ class Pool:
         for one in records:
             await self.bus.kv_put(names.MODELS_BUCKET, one.name, encode(one))
         self._records += records
-        await until(lambda: all(self.gateway.record_of(one.name) == one for one in records), "the gateway knows the models")
+
+        def known(one: ModelRecord) -> bool:
+            found = self.gateway.state_of(one.name)
+            return found is not None and found[0].record == one
+
+        await until(lambda: all(known(one) for one in records), "the gateway knows the models")
 
     async def replica(
         self,

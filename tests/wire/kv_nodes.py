@@ -17,9 +17,8 @@ import msgspec
 from kvcache.core.identity import KvSignature
 from kvcache.node.settings import NATS_VARIABLE, REDIS_VARIABLE, NodeSettings
 from kvcache.wire.client import KvClient, KvNode
-from kvcache.wire.messages import KvUse
+from kvcache.wire.messages import Attach, KvUse
 from profiles.blocks import chain_hashes
-from subjects.ids import ReplicaId
 
 BLOCK_BYTES = 70_000
 """Neither a whole number of pages nor of disk sectors."""
@@ -36,6 +35,7 @@ SIGNATURE = KvSignature(
 )
 MODEL_HASH = "a" * 64
 WEIGHTS_HASH = "b" * 64
+ATTACH = Attach(model_hash=MODEL_HASH, weights_hash=WEIGHTS_HASH, signature=SIGNATURE, replica="replica-1")
 SALT = b"s" * 16
 USE = KvUse(tenant="t", request="r-1")
 
@@ -112,12 +112,12 @@ class NodeProcess:
 
     def client(self, replica: str = "replica-1", **changes: Any) -> KvClient:
         """An engine's end."""
-        arguments: dict[str, Any] = {"model_hash": MODEL_HASH, "weights_hash": WEIGHTS_HASH, "signature": SIGNATURE}
-        return KvClient(self.path, **{**arguments, "timeout_s": 5.0, **changes}, replica=ReplicaId(replica))
+        timeout_s = changes.pop("timeout_s", 5.0)
+        return KvClient(self.path, msgspec.structs.replace(ATTACH, replica=replica, **changes), timeout_s=timeout_s)
 
     def questions(self, replica: str = "replica-1") -> KvNode:
         """A replica's other end, or an agent's."""
-        return KvNode(self.path, model_hash=MODEL_HASH, weights_hash=WEIGHTS_HASH, signature=SIGNATURE, replica=replica)
+        return KvNode(self.path, msgspec.structs.replace(ATTACH, replica=replica))
 
 
 def chain(seed: int, blocks: int, salt: bytes = SALT) -> list[bytes]:

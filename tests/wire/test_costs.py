@@ -69,7 +69,12 @@ async def test_measurements_outlive_schedulers_and_lost_stores(nats_server: Nats
         await _leads(first)
         await rig.apply(_model())
         event = CostsMeasured(
-            worker=rig.agent.worker, replica=ReplicaId("m-1"), model_hash=_model().model_hash, engine="vllm-1", points=POINTS
+            worker=rig.agent.worker,
+            replica=ReplicaId("m-1"),
+            deployment=_model().deployment,
+            model_hash=_model().model_hash,
+            engine="vllm-1",
+            points=POINTS,
         )
         await rig.bus.publish(names.worker_events(rig.agent.worker), encode(event))
 

@@ -125,7 +125,10 @@ async def test_an_older_registry_and_worker_go_on_under_a_new_scheduler(nats_ser
         assert first.registry.records == {"a": one}
         await rig.end(first)
         second = await rig.scheduler("t")
-        await until(lambda: second.core.leads and second.core.digests.latest is not None, "the new leader's digest")
+        await until(
+            lambda: second.core.leads and second.core.digests.latest and second.core.digests.latest.replicas,
+            "the new leader's digest",
+        )
         digest = second.core.digests.latest
         assert digest is not None
         ((told,), (model,)) = digest.replicas, digest.models

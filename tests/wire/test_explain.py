@@ -149,7 +149,9 @@ async def test_a_recording_of_a_live_scheduler_replays_the_same(nats_server: Nat
     async with rig_on(nats_server, tmp_path) as rig:
         bus = await NatsBus.connect([rig.url], name="s", wait=True)
         registry = Registry(tmp_path / "s" / "registry.sqlite")
-        config = SchedulerConfig(nats_urls=(rig.url,), state_dir=tmp_path / "s", settings=QUICK, policy="rules", record=path)
+        config = SchedulerConfig(
+            nats_urls=(rig.url,), state_dir=tmp_path / "s", settings=QUICK, policy="carpool", record=path
+        )
         scheduler = Scheduler(bus, registry, config)
         rig._schedulers.append((scheduler, bus, registry))
         await scheduler.start()
@@ -213,6 +215,10 @@ def test_a_gateway_remembers_numbers_of_its_requests() -> None:
     assert (ended.state, ended.age_s, ended.status, ended.output_tokens) == ("ended", 6.0, 200, 5)
     recent.ended(one, 17.0, status=500)
     assert recent.story(one, 99.0) == ended
+    for attempt, begun in ((1, False), (2, True)):
+        recent.granted(two, attempt, ReplicaId(f"r-{attempt}"), 0.1)
+        recent.restarted(two, begun=begun)
+    assert [(once.lost, once.begun) for once in recent.story(two, 16.0).attempts] == [(True, False), (True, True)]
     recent.ended(two, 17.0, status=503, code="no_capacity")
     recent.ended(three, 18.0, status=499, code="client_left")
     assert not recent.story(one, 99.0).known

@@ -16,11 +16,11 @@ import pytest
 import structlog
 
 from broker.core.requests.affinity import reuse_costs
-from broker.gateway import kv_sync
 from broker.gateway.gateway import GatewayOptions
 from broker.gateway.keys import ApiKeys, Caller
 from kvcache.core.identity import SALT_BYTES
 from kvcache.core.prefix_index import NOBODY
+from kvcache.wire import index_sync
 from profiles.blocks import tenant_salt
 from subjects import names
 from subjects.bus import BusMessage
@@ -44,7 +44,7 @@ KEEP = "keep"
 @pytest.fixture(autouse=True)
 def snapshots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the pause that spreads the questions of many gateways."""
-    monkeypatch.setattr(kv_sync, "SNAPSHOT_PAUSE_S_MAX", 0.0)
+    monkeypatch.setattr(index_sync, "SNAPSHOT_PAUSE_S_MAX", 0.0)
 
 
 @dataclass
@@ -296,8 +296,8 @@ async def test_a_node_that_does_not_answer_is_asked_again(
 ) -> None:
     """A few times in one go, then after a pause, for as long as it speaks and has not told all; requests wait for none of
     it."""
-    monkeypatch.setattr(kv_sync, "RETRY_S", 0.2)
-    monkeypatch.setattr(kv_sync, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(index_sync, "RETRY_S", 0.2)
+    monkeypatch.setattr(index_sync, "LOOK_EVERY_S", 0.05)
     async with two_replicas(shared_nats_server.url) as two:
         spans = spans_for(two.model, DOCUMENT, "domain:friends")
         await two.node_b.say(spans, two.b.id)

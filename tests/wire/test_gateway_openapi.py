@@ -96,7 +96,7 @@ async def test_completions_have_the_described_shape(pool: Pool, described: dict[
     body = {"model": model.name, "messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
     answer = (await pool.http.post(path, json=body)).json()
     (choice,) = answer["choices"]
-    objects = [("Completion", answer), ("Choice", choice), ("Usage", answer["usage"])]
+    objects = [("Completion", answer), ("Choice", choice), ("TokenUsage", answer["usage"])]
     objects += [("ChoiceMessage", choice["message"])] if "message" in choice else []
     for name, value in objects:
         schema = described["components"]["schemas"][name]

@@ -32,7 +32,6 @@ from tests.wire.scripted_agent import ScriptedAgent
 from tests.wire.test_people import led, refused
 from tests.wire.test_scheduler import Rig, rig_on
 from workers.kv_config import DISK_BYTES_MIN, KvConfig, disk_room, kv_config, memory_note
-from workers.kv_keeper import EXIT_LOCKED, EXIT_SETTINGS
 
 NODE = KvReport(
     running=True,
@@ -322,10 +321,3 @@ def test_a_pool_passes_its_flags_on_to_its_worker() -> None:
         *("--kv-data-host", "127.0.0.1", "--kv-rate", "0", "--kv-hot", "30.0", "--kv-idle", "600.0"),
     )
     assert worker_flags(FLAGS | {"kv": False}) == ("--no-kv",)
-
-
-def test_exit_codes_are_those_of_the_node() -> None:
-    """The agent has its own copy, so that it need not import the store."""
-    from kvcache.node import main as node_main
-
-    assert (EXIT_SETTINGS, EXIT_LOCKED) == (node_main.EXIT_SETTINGS, node_main.EXIT_LOCKED)

@@ -21,8 +21,8 @@ import pytest
 from kvcache.errors import KvUnavailable
 from kvcache.wire.client import KvClient
 from kvcache.wire.messages import LENGTHS_BYTES, Attach, Attached, Found, Read, Write, checksums, frame, joined, lengths
-from subjects.ids import ReplicaId
 from tests.wire.kv_nodes import (
+    ATTACH,
     BLOCK_BYTES,
     MODEL_HASH,
     SALT,
@@ -357,14 +357,7 @@ def test_a_row_that_changed_on_its_way_is_not_given_to_the_engine(tmp_path: Path
         told: list[bytes] = []
         thread = Thread(target=_lie, args=(listening, hashes, told))
         thread.start()
-        client = KvClient(
-            path,
-            model_hash=MODEL_HASH,
-            weights_hash=WEIGHTS_HASH,
-            signature=SIGNATURE,
-            replica=ReplicaId("r"),
-            timeout_s=5.0,
-        )
+        client = KvClient(path, ATTACH, timeout_s=5.0)
         into = room(3)
         assert client.read(SALT, hashes, into) == 1
         assert client.corrupt == 1
@@ -375,8 +368,8 @@ def test_a_row_that_changed_on_its_way_is_not_given_to_the_engine(tmp_path: Path
 
 def test_a_node_logs_from_the_level_that_is_wanted() -> None:
     """Info where nobody says otherwise: what it tries in vain every few seconds would fill the worker's log."""
-    code = "import structlog; from kvcache import node_main; node_main.configure_logging(); log = structlog.get_logger(); "
-    code += "[log.debug('a detail'), log.warning('a warning')]"
+    code = "import structlog; from subjects.logs import log_json; log_json(); "
+    code += "log = structlog.get_logger(); [log.debug('a detail'), log.warning('a warning')]"
     for level, told in (("", False), ("debug", True)):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -13,8 +13,8 @@ from kvcache.codec.codecs import encode
 from kvcache.codec.precision import convert
 from kvcache.core.identity import KvSignature
 from kvcache.wire.client import KvClient, KvNode
+from kvcache.wire.messages import Attach
 from profiles.capacity import Shape, kv_signature
-from subjects.ids import ReplicaId
 from tests.wire.kv_nodes import SALT, USE, WEIGHTS_HASH, NodeProcess, chain
 
 SHAPE = Shape(layers=3, kv_heads=2, head_dim=96, max_context_len=512)
@@ -57,16 +57,8 @@ def engine(
     node: NodeProcess, kept: KvSignature, model: str, weights: str = WEIGHTS_HASH, codec: str = "none"
 ) -> tuple[KvClient, KvNode]:
     name = f"replica-{model}"
-    client = KvClient(
-        node.path,
-        model_hash=model * 64,
-        weights_hash=weights,
-        signature=kept,
-        replica=ReplicaId(name),
-        codec=codec,
-        timeout_s=5.0,
-    )
-    return client, KvNode(node.path, model_hash=model * 64, weights_hash=weights, signature=kept, replica=name)
+    attach = Attach(model_hash=model * 64, weights_hash=weights, signature=kept, replica=name, codec=codec)
+    return KvClient(node.path, attach, timeout_s=5.0), KvNode(node.path, attach)
 
 
 async def prepared(questions: KvNode, hashes: list[bytes], *, salt: bytes = SALT, speed: float = 100.0) -> int:

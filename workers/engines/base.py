@@ -6,6 +6,7 @@ loop. Its own threads stay behind it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,8 @@ from typing import Protocol
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Adapter, Delta, Endpoint, SlaClass, StepSums
+from workers.core.held_request import Key
+from workers.engines.outbox import Outbox
 
 TEST_ENVIRONMENTS = ("test", "load-test", "benchmark")
 """Values of ``X-Environment`` whose requests are no real traffic."""
@@ -175,3 +178,36 @@ class FixedEngine:
     async def wake(self) -> EngineInfo:
         """Not offered."""
         raise EngineError("wake is not offered by this engine")
+
+
+class TaskEngine(FixedEngine):
+    """An engine in which each request is a task of its own, :meth:`_run`, whose deltas go through one outbox."""
+
+    def __init__(self) -> None:
+        self._outbox = Outbox()
+        self._running: dict[Key, asyncio.Task[None]] = {}
+
+    def add(self, request: EngineRequest) -> None:
+        """Starts the request's task; an attempt that has one already is ignored."""
+        key = (request.request, request.attempt)
+        if key in self._running:
+            return
+        task = asyncio.get_running_loop().create_task(self._run(request))
+        self._running[key] = task
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    def abort(self, request: RequestId, attempt: int) -> None:
+        """Cancels the request's task; nothing more comes out for it."""
+        key = (request, attempt)
+        task = self._running.get(key)
+        if task is not None and self._outbox.mute(key):
+            task.add_done_callback(lambda _: self._outbox.over(key))
+            task.cancel()
+
+    def steps(self) -> AsyncIterator[Sequence[Delta]]:
+        """The deltas that one turn of the event loop brought."""
+        return self._outbox.steps()
+
+    async def _run(self, request: EngineRequest) -> None:
+        """All of one request, its refusal too; cancelled by an abort."""
+        raise NotImplementedError

@@ -22,7 +22,7 @@ from kvcache.core.identity import SALT_BYTES, KvSignature
 from kvcache.engine.orders import KvRequest
 from kvcache.errors import KvRefused, KvUnavailable
 from kvcache.wire.client import KvClient, KvNode
-from kvcache.wire.messages import KvUse
+from kvcache.wire.messages import Attach, KvUse
 from profiles.blocks import chain_hashes
 from profiles.costs import prefill_s
 from subjects.errors import CarpoolError, EngineError, place_of
@@ -140,17 +140,7 @@ class KvReuse:
             # The gateway and this module name blocks by the model's own size.
             log.warning("this engine goes without KV tiers", reason=f"its blocks have {max(sizes)} tokens")
             return False
-        self._nodes = tuple(
-            KvNode(
-                self._spec.kv_socket,
-                model_hash=self._record.model_hash,
-                weights_hash=self._record.weights_hash,
-                signature=signature,
-                replica=self._spec.replica,
-                codec=self._record.kv_codec,
-            )
-            for signature in self._signatures
-        )
+        self._nodes = tuple(KvNode(self._spec.kv_socket, self._attach(signature)) for signature in self._signatures)
         return True
 
     async def prepare(self, request: EngineRequest, prompts: Sequence[Prompt]) -> None:
@@ -178,14 +168,7 @@ class KvReuse:
     async def emptied(self) -> None:
         """The engine's own cache was reset; told at once, since an idle engine makes no step that could (PAINS F8)."""
         for signature in self._signatures:
-            client = KvClient(
-                self._spec.kv_socket,
-                model_hash=self._record.model_hash,
-                weights_hash=self._record.weights_hash,
-                signature=signature,
-                replica=self._spec.replica,
-                codec=self._record.kv_codec,
-            )
+            client = KvClient(self._spec.kv_socket, self._attach(signature))
             try:
                 await asyncio.to_thread(client.emptied)
             except CarpoolError as error:
@@ -203,6 +186,16 @@ class KvReuse:
         self._remove_reports()
 
     # ------------------------------------------------------------------------------------------------------------ within
+
+    def _attach(self, signature: KvSignature) -> Attach:
+        record = self._record
+        return Attach(
+            model_hash=record.model_hash,
+            weights_hash=record.weights_hash,
+            signature=signature,
+            replica=self._spec.replica,
+            codec=record.kv_codec,
+        )
 
     def _reports(self) -> list[Path]:
         """One of each worker of the engine."""

@@ -22,13 +22,11 @@ import httpx
 import msgspec
 
 from subjects.errors import EngineError
-from subjects.ids import RequestId
 from subjects.messages import Adapter, Delta, Endpoint, Failure, FailureKind, Task, Usage
 from subjects.tasks import end_tasks
 from workers.core.embeddings import EncodingFormat, embedding_deltas, rewritten
-from workers.core.held_request import Key
 from workers.core.refusals import client_message
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, TaskEngine
 from workers.engines.outbox import Outbox
 from workers.spec import ReplicaSpec
 
@@ -58,14 +56,14 @@ _BUSY = (429, 503)
 _NOT_THE_CLIENTS = (401, 403, 404, 407, 408)
 
 
-class OpenAiHttpEngine(FixedEngine):
+class OpenAiHttpEngine(TaskEngine):
     """The ``openai_http`` engine."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
+        super().__init__()
         self._record = spec.record
         self._base = spec.record.source.rstrip("/").removesuffix("/v1")
-        self._outbox = Outbox()
-        self._running: dict[Key, tuple[asyncio.Task[None], int]] = {}
+        self._held_pages = 0
         self._http: httpx.AsyncClient | None = None
         self._watch: asyncio.Task[None] | None = None
         self._model = ""
@@ -141,35 +139,14 @@ class OpenAiHttpEngine(FixedEngine):
             reason = type(error).__name__
         raise EngineError(f"{self._record.name}: {self._base} did not answer the warm-up ({reason})")
 
-    def add(self, request: EngineRequest) -> None:
-        """Sends it to the server."""
-        key = (request.request, request.attempt)
-        if key in self._running:
-            return
-        task = asyncio.get_running_loop().create_task(self._run(request))
-        self._running[key] = (task, request.kv_pages_needed)
-        task.add_done_callback(lambda _: self._running.pop(key, None))
-
-    def abort(self, request: RequestId, attempt: int) -> None:
-        """Closes its connection, by which the server knows."""
-        key = (request, attempt)
-        running = self._running.get(key)
-        if running is not None and self._outbox.mute(key):
-            running[0].add_done_callback(lambda _: self._outbox.over(key))
-            running[0].cancel()
-
-    def steps(self) -> AsyncIterator[Sequence[Delta]]:
-        """The deltas of the chunks that have arrived."""
-        return self._outbox.steps()
-
     def load(self) -> EngineLoad:
         """What was sent and has not ended; the server's own queue is not visible."""
-        held = sum(pages for _, pages in self._running.values())
-        return EngineLoad(running=len(self._running), waiting=0, kv_pages_free=max(self._kv_pages - held, 0))
+        free = max(self._kv_pages - self._held_pages, 0)
+        return EngineLoad(running=len(self._running), waiting=0, kv_pages_free=free)
 
     async def stop(self) -> None:
         """Aborts what runs and closes all connections; the server itself is not ours to stop."""
-        tasks = [task for task, _ in self._running.values()]
+        tasks = list(self._running.values())
         if self._watch is not None:
             tasks.append(self._watch)
         await end_tasks(tasks)
@@ -230,6 +207,13 @@ class OpenAiHttpEngine(FixedEngine):
     # ------------------------------------------------------------------------------------------------------- one request
 
     async def _run(self, request: EngineRequest) -> None:
+        self._held_pages += request.kv_pages_needed
+        try:
+            await self._ask(request)
+        finally:
+            self._held_pages -= request.kv_pages_needed
+
+    async def _ask(self, request: EngineRequest) -> None:
         answer = _Answer(request, self._outbox)
         try:
             body = self._body(request)

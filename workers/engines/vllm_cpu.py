@@ -12,25 +12,24 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from profiles.costs import sums_of
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Adapter, Delta, StepSums, Task
+from subjects.messages import Adapter, Delta, StepSums
 from workers.core.held_request import Key
-from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
-from workers.engines.kv_reuse import KvReuse, reuses_kv
-from workers.engines.outbox import Outbox
+from workers.engines.adapter_gate import lora_request
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.vllm_base import VllmBase
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
 
 if TYPE_CHECKING:
-    from workers.engines.vllm_embed import EmbeddingAnswer, EmbeddingLayer
-    from workers.engines.vllm_openai import Answer, OpenAiLayer
+    from workers.engines.vllm_embed import EmbeddingAnswer
+    from workers.engines.vllm_openai import Answer
 
 STEP_SMOOTHING = 0.1
 """Weight of the newest step in the running mean of step times."""
@@ -42,91 +41,56 @@ STOP_TIMEOUT_S = 10.0
 """A step that does not end in this time belongs to a process that is about to exit anyway."""
 
 
-class VllmEngine(FixedEngine):
+class VllmEngine(VllmBase):
     """The ``vllm`` engine on CPU. One per process: vLLM keeps process globals."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        self._spec = spec
-        self._record = spec.record
-        self._embeds = spec.record.task is Task.EMBED
+        super().__init__(spec)
         self._threads = spec.threads
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox = Outbox()
-        self._admissions: dict[Key, asyncio.Task[None]] = {}
-        self._gate = AdapterGate(spec.record, load=self._load_adapter, evict=self._evict_adapter)
-        self._kv = KvReuse(spec) if reuses_kv(spec) else None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
         self._error: EngineError | None = None
-        # Below here: written by the engine's thread only.
-        self._engine: Any = None
+        # Below here, and the engine itself: written by the engine's thread only.
         self._scheduler: Any = None
-        self._layer: OpenAiLayer | EmbeddingLayer | None = None
         self._jobs: dict[str, _Job | _Probe] = {}
-        self._kv_pages = 0
         self._busy_s = 0.0
         self._step_s = 0.0
         self._planned = StepSums()
         """What the step that runs does."""
         self._sums = StepSums()
-        self._hits = PrefixHits()
 
     async def start(self) -> EngineInfo:
         """Builds the engine in its thread (1 to 7 s once vLLM is imported)."""
         self._loop = asyncio.get_running_loop()
         built: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(built,), name="vllm-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, args=(built,), name="vllm-engine", daemon=True)
         self._thread.start()
         info = await built
-        if self._kv is not None and not self._kv.open():
-            await self._kv.close()
-            self._kv = None
+        await self._open_kv()
         return info
-
-    async def warm(self, tokens: int) -> None:
-        """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities.
-
-        An embedding model embeds twice: equal vectors of finite numbers must come.
-        """
-        first = await self._probe(max(tokens, 1))
-        second = await self._probe(max(tokens, 1))
-        if first != second:
-            raise EngineError(f"{self._record.name}: the golden probe gave different answers; the engine is not sane")
-
-    def add(self, request: EngineRequest) -> None:
-        """Renders the request and gives it to the engine's thread."""
-        key = (request.request, request.attempt)
-        if key in self._admissions:
-            return
-        task = asyncio.get_running_loop().create_task(self._admit(request))
-        self._admissions[key] = task
-        task.add_done_callback(lambda _: self._admissions.pop(key, None))
 
     def abort(self, request: RequestId, attempt: int) -> None:
         """Stops it before the next step."""
         key = (request, attempt)
-        admission = self._admissions.get(key)
+        admission = self._running.get(key)
         if admission is not None:
             admission.cancel()
         if self._outbox.mute(key):
             self._inbox.put(lambda: self._abort(key))
-
-    def steps(self) -> AsyncIterator[Sequence[Delta]]:
-        """One item per engine step, or per refusal."""
-        return self._outbox.steps()
 
     def load(self) -> EngineLoad:
         """Counters of vLLM's own scheduler."""
         # The engine's thread may drop it at any moment.
         scheduler = self._scheduler
         if scheduler is None:
-            return EngineLoad(running=0, waiting=len(self._admissions), kv_pages_free=self._kv_pages)
+            return EngineLoad(running=0, waiting=len(self._running), kv_pages_free=self._kv_pages)
         running, _ = scheduler.get_request_counts()
         # Its own count of waiting ones leaves out those whose grammar is being compiled.
         return EngineLoad(
             running=running,
-            waiting=max(len(scheduler.requests) - running, 0) + len(self._admissions),
+            waiting=max(len(scheduler.requests) - running, 0) + len(self._running),
             kv_pages_free=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             busy_s=self._busy_s,
             step_s=self._step_s,
@@ -139,7 +103,7 @@ class VllmEngine(FixedEngine):
         if self._thread is None or self._stopping:
             return
         self._stopping = True
-        for task in list(self._admissions.values()):
+        for task in list(self._running.values()):
             task.cancel()
         await self._gate.close()
         if self._kv is not None:
@@ -157,33 +121,10 @@ class VllmEngine(FixedEngine):
 
     # ------------------------------------------------------------------------------------------------- on the event loop
 
-    async def _admit(self, request: EngineRequest) -> None:
-        from workers.engines.vllm_openai import refused
-        from workers.engines.vllm_refusals import Refused
-
-        layer = self._layer
-        if layer is None:
-            self._outbox.die(EngineError("the engine was given a request while it was not started"))
-            return
-        try:
-            answer = await layer.render(request)
-        except Refused as error:
-            self._outbox.put([refused(request, error.failure)])
-            return
-        if answer.rendered.exhausted:
-            self._outbox.put([answer.finish_exhausted()])
-            return
-        if self._kv is not None and not self._embeds:
-            await self._kv.prepare(request, answer.rendered.prompts)
-        lora = None
-        if request.adapter is not None:
-            try:
-                slot_id = await self._gate.enter((request.request, request.attempt), request.adapter)
-            except AdapterRefused as error:
-                self._outbox.put([refused(request, error.failure)])
-                return
-            lora = lora_request(request.adapter, slot_id)
-        self._inbox.put(lambda: self._add(answer, lora))
+    async def _run(self, request: EngineRequest) -> None:
+        admitted = await self._admitted(request)
+        if admitted is not None:
+            self._inbox.put(lambda: self._add(*admitted))
 
     async def _load_adapter(self, adapter: Adapter, slot_id: int) -> None:
         lora = lora_request(adapter, slot_id)
@@ -223,7 +164,7 @@ class VllmEngine(FixedEngine):
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _run(self, built: asyncio.Future[EngineInfo]) -> None:
+    def _run_thread(self, built: asyncio.Future[EngineInfo]) -> None:
         loop = built.get_loop()
         try:
             info = self._build()
@@ -245,19 +186,14 @@ class VllmEngine(FixedEngine):
         prepare_process(on_cpu=True)
         import torch
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.detokenizer import uses_fast_detokenizer
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from workers.engines.vllm_openai import OpenAiLayer, engine_arguments, register_architecture
-        from workers.engines.vllm_turns import turn_arguments
+        from workers.engines.vllm_openai import OpenAiLayer, register_architecture
 
         # OpenMP's thread count belongs to the thread that sets it, and vLLM forbids the call once a worker exists.
         torch.set_num_threads(self._threads)
         register_architecture(self._record.source)
-        arguments = {"enforce_eager": True, **engine_arguments(self._record), **turn_arguments(self._spec)}
-        arguments |= adapter_arguments(self._record)
-        if self._kv is not None:
-            arguments |= self._kv.arguments()
+        arguments = {"enforce_eager": True, **self._arguments()}
         if self._record.adapters_max:
             from workers.engines import vllm_lora_cpu
 
@@ -278,14 +214,7 @@ class VllmEngine(FixedEngine):
         self._engine, self._scheduler = engine, scheduler
         self._hook_steps()
         self._hook_loads()
-        return EngineInfo(
-            slots=self._record.max_num_seqs,
-            kv_pages=self._kv_pages,
-            block_size=self._record.block_size,
-            max_context_len=engine.model_config.max_model_len,
-            gives_token_ids=True,
-            continues=not self._embeds and uses_fast_detokenizer(engine.get_tokenizer()),
-        )
+        return self._info(engine.get_tokenizer())
 
     def _hook_steps(self) -> None:
         """Notes what each step does when vLLM plans it."""

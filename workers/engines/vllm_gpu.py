@@ -13,24 +13,21 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from profiles.costs import sums_of
 from subjects.errors import EngineError
-from subjects.ids import RequestId
 from subjects.messages import Adapter, StepSums
 from subjects.tasks import end_tasks
-from workers.core.held_request import Key
-from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
-from workers.engines.base import EngineInfo, EngineLoad, EngineRequest, FixedEngine, PrefixHits
-from workers.engines.kv_reuse import KvReuse, reuses_kv
-from workers.engines.outbox import Outbox
+from workers.engines.adapter_gate import lora_request
+from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
+from workers.engines.vllm_base import VllmBase
 from workers.engines.vllm_process import one_line, prepare_process
 from workers.spec import ReplicaSpec
 
 if TYPE_CHECKING:
-    from workers.engines.vllm_openai import Answer, OpenAiLayer, Prompt
+    from workers.engines.vllm_embed import EmbeddingAnswer
+    from workers.engines.vllm_openai import Answer, Prompt
 
 STEP_SMOOTHING = 0.1
 """Weight of the newest step in the running mean of step times."""
@@ -38,29 +35,20 @@ WATCH_EVERY_S = 0.5
 """How often the engine's process is asked after while nothing runs."""
 
 
-class VllmGpuEngine(FixedEngine):
+class VllmGpuEngine(VllmBase):
     """The ``vllm`` engine on a GPU device (``gpu<index>``, by PCI order)."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
-        self._spec = spec
-        self._record = spec.record
+        super().__init__(spec)
         self._devices = (spec.device, *spec.peers)
         self._sleeps = spec.record.engine_options.get("enable_sleep_mode") is True
-        self._outbox = Outbox()
-        self._running: dict[Key, asyncio.Task[None]] = {}
         self._to_prime: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._kv = KvReuse(spec) if reuses_kv(spec) else None
-        self._engine: Any = None
-        self._layer: OpenAiLayer | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._gate = AdapterGate(spec.record, load=self._load_adapter, evict=self._evict_adapter)
-        self._info: EngineInfo | None = None
-        self._kv_pages = 0
+        self._started: EngineInfo | None = None
         self._kv_usage = 0.0
         self._waiting = 0
         self._step_began_s = self._step_s = 0.0
         self._sums = StepSums()
-        self._hits = PrefixHits()
         self._stopped = False
 
     async def start(self) -> EngineInfo:
@@ -73,59 +61,23 @@ class VllmGpuEngine(FixedEngine):
             raise
         except Exception as error:
             raise EngineError(f"{self._record.name}: {one_line(error)}") from None
-        from vllm.v1.engine.detokenizer import uses_fast_detokenizer
-
         from workers.engines.vllm_openai import OpenAiLayer
 
         engine = self._engine
         self._layer = OpenAiLayer(self._record, engine.vllm_config, engine.renderer, engine.input_processor)
         self._hook_continuations()
-        if self._kv is not None and not self._kv.open():
-            await self._kv.close()
-            self._kv = None
+        await self._open_kv()
         # One page of vLLM's pool is a placeholder.
         self._kv_pages = max((engine.vllm_config.cache_config.num_gpu_blocks or 1) - 1, 0)
         self._watch = asyncio.get_running_loop().create_task(self._watch_engine())
-        self._info = EngineInfo(
-            slots=self._record.max_num_seqs,
-            kv_pages=self._kv_pages,
-            block_size=self._record.block_size,
-            max_context_len=engine.model_config.max_model_len,
-            gives_token_ids=True,
-            continues=uses_fast_detokenizer(engine.renderer.get_tokenizer()),
-            sleeps=self._sleeps,
-        )
-        return self._info
-
-    async def warm(self, tokens: int) -> None:
-        """Generates twice with greedy sampling: token ids must come, be equal, and have finite log probabilities."""
-        first = await self._probe(max(tokens, 1), "first")
-        second = await self._probe(max(tokens, 1), "second")
-        if first != second:
-            raise EngineError(f"{self._record.name}: the golden probe gave different tokens twice; the engine is not sane")
+        self._started = self._info(engine.renderer.get_tokenizer(), sleeps=self._sleeps)
+        return self._started
 
     def add(self, request: EngineRequest) -> None:
-        """Renders the request and gives it to vLLM."""
-        key = (request.request, request.attempt)
-        if key in self._running:
-            return
+        """Starts the request's task; an idle engine's step begins with it."""
         if not self._running:
             self._step_began_s = time.monotonic()
-        task = asyncio.get_running_loop().create_task(self._run(request))
-        self._running[key] = task
-        task.add_done_callback(lambda _: self._running.pop(key, None))
-
-    def abort(self, request: RequestId, attempt: int) -> None:
-        """Tells vLLM explicitly; its own clean-up waits for garbage collection."""
-        key = (request, attempt)
-        task = self._running.get(key)
-        if task is not None and self._outbox.mute(key):
-            task.add_done_callback(lambda _: self._outbox.over(key))
-            task.cancel()
-
-    def steps(self) -> AsyncIterator[Sequence[Any]]:
-        """The deltas that one turn of the event loop brought."""
-        return self._outbox.steps()
+        super().add(request)
 
     def load(self) -> EngineLoad:
         """Our own count wins over vLLM's last report, which stays as it was once nothing runs."""
@@ -162,13 +114,13 @@ class VllmGpuEngine(FixedEngine):
 
     async def wake(self) -> EngineInfo:
         """Brings the weights back and an empty KV cache."""
-        if self._info is None:
+        if self._started is None:
             raise EngineError("the engine was told to wake before it was started")
         try:
             await self._engine.wake_up()
         except Exception as error:
             raise EngineError(f"{self._record.name}: {one_line(error)}") from None
-        return self._info
+        return self._started
 
     async def stop(self) -> None:
         """Aborts what runs and ends vLLM's process."""
@@ -197,13 +149,7 @@ class VllmGpuEngine(FixedEngine):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from workers.engines.vllm_openai import engine_arguments
-        from workers.engines.vllm_turns import turn_arguments
-
-        options = engine_arguments(self._record) | turn_arguments(self._spec) | adapter_arguments(self._record)
-        if self._kv is not None:
-            options |= self._kv.arguments()
-        arguments = AsyncEngineArgs(**options, enable_log_requests=False)
+        arguments = AsyncEngineArgs(**self._arguments(), enable_log_requests=False)
         return AsyncLLM.from_engine_args(arguments, stat_loggers=[self._make_counters])
 
     def _make_counters(self, vllm_config: Any, engine_index: int = 0) -> Any:
@@ -279,13 +225,13 @@ class VllmGpuEngine(FixedEngine):
     def _die(self) -> None:
         self._outbox.die(EngineError(f"{self._record.name}: vLLM's engine process died"))
 
-    async def _probe(self, tokens: int, name: str) -> list[int]:
+    async def _probe(self, tokens: int) -> list[int]:
         from workers.engines.vllm_openai import probe_parameters, probe_prompt, probed_tokens
 
         prompt = probe_prompt(self._engine.renderer.get_tokenizer())
         last: Any = None
         try:
-            async for output in self._engine.generate(prompt, probe_parameters(tokens), f"probe.{name}"):
+            async for output in self._engine.generate(prompt, probe_parameters(tokens), "probe"):
                 last = output
         except Exception as error:
             raise EngineError(f"{self._record.name}: the golden probe failed: {type(error).__name__}") from None
@@ -294,36 +240,15 @@ class VllmGpuEngine(FixedEngine):
         return probed_tokens(last)
 
     async def _run(self, request: EngineRequest) -> None:
-        from workers.engines.vllm_openai import refused
-        from workers.engines.vllm_refusals import Refused
-
-        layer = self._layer
-        if layer is None:
-            self._outbox.die(EngineError("the engine was given a request while it was not started"))
+        admitted = await self._admitted(request)
+        if admitted is None:
             return
-        try:
-            answer = await layer.render(request)
-        except Refused as error:
-            self._outbox.put([refused(request, error.failure)])
-            return
-        if answer.rendered.exhausted:
-            self._outbox.put([answer.finish_exhausted()])
-            return
-        if self._kv is not None:
-            await self._kv.prepare(request, answer.rendered.prompts)
-        key = (request.request, request.attempt)
-        lora = None
-        if request.adapter is not None:
-            try:
-                lora = lora_request(request.adapter, await self._gate.enter(key, request.adapter))
-            except AdapterRefused as error:
-                self._outbox.put([refused(request, error.failure)])
-                return
+        answer, lora = admitted
         try:
             await self._generate_all(answer, lora)
         finally:
             if lora is not None:
-                self._gate.leave(key)
+                self._gate.leave((request.request, request.attempt))
 
     async def _load_adapter(self, adapter: Adapter, slot_id: int) -> None:
         await self._engine.add_lora(lora_request(adapter, slot_id))
@@ -331,7 +256,7 @@ class VllmGpuEngine(FixedEngine):
     async def _evict_adapter(self, slot_id: int) -> None:
         await self._engine.remove_lora(slot_id)
 
-    async def _generate_all(self, answer: Answer, lora: Any) -> None:
+    async def _generate_all(self, answer: Answer | EmbeddingAnswer, lora: Any) -> None:
         from workers.engines.vllm_openai import job_name
 
         request = answer.rendered.request
@@ -352,7 +277,7 @@ class VllmGpuEngine(FixedEngine):
                 with contextlib.suppress(Exception):
                     await asyncio.shield(self._engine.abort(names))
 
-    async def _generate(self, answer: Answer, index: int, prompt: Prompt, name: str, lora: Any) -> None:
+    async def _generate(self, answer: Answer | EmbeddingAnswer, index: int, prompt: Prompt, name: str, lora: Any) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from workers.engines.vllm_refusals import refusal

@@ -296,7 +296,7 @@ class Needs:
                 row = self._free_rows.pop() if self._free_rows else self.headroom.add_row()
                 tracker = self._trackers[deployment] = _Tracker(row, self.settings)
             if replicas and not tracker.resident:  # What was used before anybody looked shows in its replicas alone.
-                used_s = max(replica.last_used_s for replica in replicas)
+                used_s = max((r.last_used_s for r in replicas if r.state is ReplicaState.READY), default=-math.inf)
                 tracker.need.last_seen_s = max(tracker.need.last_seen_s, used_s)
             tracker.resident = bool(replicas)
             trackers.append(tracker)

@@ -413,6 +413,8 @@ class Prospects:
             load = expected.rate * min(max(room, 1.0), s.headroom_max)
             keep = max(load, wanted.load, wanted.load_keep or 0.0)
             wanted = replace(wanted, load=max(wanted.load, load), load_keep=keep, replicas_min=max(wanted.replicas_min, 1))
+            if wanted.idle_s:  # Work that comes makes it no place for others to take.
+                wanted = replace(wanted, idle_s=0.0, lack_none=max(wanted.lack_none, 1.0))
             return wanted, f"{cause} expects work of {expected.rate:.2f} within {s.horizon_s:.0f} s, now {now:.2f}"
         if now - expected.rate > change and wanted.load_keep is not None and wanted.load_keep > wanted.load:
             told = f"{cause} expects less work, {expected.rate:.2f} within {s.horizon_s:.0f} s, now {now:.2f}"

@@ -1,8 +1,8 @@
-"""Keeps a gateway's prefix index fed: what nodes say of their KV, and snapshots of those that it has missed something of.
+"""Keeps a prefix index fed, a gateway's or a node's: what nodes say of their KV, and snapshots of what was missed.
 
 Snapshots are asked for page by page, a few nodes at a time and each after a random pause, so that a bus that comes back
-does not have every gateway ask every node at once. Nothing here is on a request's way: without nodes, or while they do not
-answer, requests go where there is most room.
+does not have everybody ask every node at once. Nothing here is on a request's way: without nodes, or while they do not
+answer, requests go where there is most room, and nodes fetch nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ LOOK_EVERY_S = 1.0
 log = structlog.get_logger(__name__)
 
 
-class KvSync:
-    """Follows all nodes. ``asker`` is the name under which their snapshots are asked for."""
+class IndexSync:
+    """Follows all nodes but ``asker``'s own, the name under which their snapshots are asked for."""
 
     def __init__(self, bus: Bus, index: PrefixIndex, asker: str, *, discarded: Callable[[str], None]) -> None:
         self._bus = bus
@@ -73,7 +73,7 @@ class KvSync:
         if names.kv_index(news.worker) != message.subject:
             self._discarded("kv-indexed")  # a node speaks for its own worker only, as its credentials have it
             return
-        if self._index.indexed(time.monotonic(), news):
+        if news.worker != self._asker and self._index.indexed(time.monotonic(), news):
             self._not_before_s.pop(news.worker, None)
             self._ask(news.worker)
 
