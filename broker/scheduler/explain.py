@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from broker.core.plan.turns import TURN_S
+from broker.core.plan.tunables import TURN_S
 from broker.core.pool.describe import bytes_text, model_state, seconds_text
 from broker.core.pool.journal import Recorded, Step, TransactionLog
 from broker.core.pool.state import Demand, Replica

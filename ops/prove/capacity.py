@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from broker.core.plan.turns import WAIT_BOUND_S
+from broker.core.plan.tunables import WAIT_BOUND_S
 from ops.models import records_of
 from ops.prove import judging
 from ops.prove.capacity_cases import CASES, Faults

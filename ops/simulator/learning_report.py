@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.core.plan.capacity import prefill_work_s
-from broker.core.plan.learning import PERIOD_S, DeviceScores
+from broker.core.plan.learning import DeviceScores
+from broker.core.plan.tunables import PERIOD_S
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.metrics import quantile
 from ops.simulator.models import sim_model

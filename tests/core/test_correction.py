@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.plan.feedback import Correction, CorrectionSettings
+from broker.core.plan import feedback, tunables
+from broker.core.plan.feedback import Correction
 
 TICK_S = 0.2
 
@@ -24,31 +25,31 @@ def looked(
 
 
 def test_nothing_more_is_asked_for_while_targets_are_met() -> None:
-    correction = Correction(CorrectionSettings())
+    correction = Correction()
     looked(correction, 0.0, 600.0, missed=0.004)
     assert correction.load == 0.0 and correction.share == 0.0
 
 
 def test_who_waits_gets_a_little_more_load_at_once_and_no_share() -> None:
-    correction = Correction(CorrectionSettings())
+    correction = Correction()
     now_s = looked(correction, 0.0, 2.0, waits=0.6)
     assert correction.load == pytest.approx(0.06, rel=0.1) and correction.share == 0.0
     looked(correction, now_s, 60.0, waits=0.6)
-    assert correction.load == pytest.approx(CorrectionSettings().load_max)
+    assert correction.load == pytest.approx(tunables.LOAD_MAX)
 
 
 def test_misses_that_last_raise_load_and_share_to_their_bounds_and_are_forgotten() -> None:
-    s = CorrectionSettings()
-    correction = Correction(s)
+    correction = Correction()
     now_s = looked(correction, 0.0, 600.0, missed=0.05)
-    assert correction.share == pytest.approx(s.share_max) and correction.load == pytest.approx(s.load_max + s.load_lasting)
+    assert correction.share == pytest.approx(tunables.SHARE_MIN_MOST)
+    assert correction.load == pytest.approx(tunables.LOAD_MAX + tunables.LOAD_LASTING)
     looked(correction, now_s, 3600.0)
     assert correction.share < 0.01 and correction.load < 0.01
 
 
 def test_what_a_cold_start_missed_asks_for_no_share() -> None:
     """All of the first requests came too late, and none after them."""
-    correction = Correction(CorrectionSettings())
+    correction = Correction()
     now_s = looked(correction, 0.0, 60.0, missed=1.0)
     now_s = looked(correction, now_s, 300.0)
     assert correction.share == 0.0
@@ -59,7 +60,7 @@ def test_what_a_cold_start_missed_asks_for_no_share() -> None:
 
 def test_a_relapse_is_forgotten_more_slowly() -> None:
     """The same wait once more, a minute later: what it asked for fades at half the speed."""
-    correction = Correction(CorrectionSettings())
+    correction = Correction()
     left = []
     now_s = 0.0
     for _ in range(2):
@@ -70,10 +71,10 @@ def test_a_relapse_is_forgotten_more_slowly() -> None:
     assert left[0] < left[1] - 0.1
 
 
-def test_a_higher_bound_that_no_longer_holds_takes_nothing_back_at_once() -> None:
-    s = CorrectionSettings(lasting_s=1.0)
-    correction = Correction(s)
+def test_a_higher_bound_that_no_longer_holds_takes_nothing_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback, "LASTING_S", 1.0)
+    correction = Correction()
     now_s = looked(correction, 0.0, 200.0, missed=0.5)
     most = correction.load
     looked(correction, now_s, 10.0, waits=1.0)
-    assert s.load_max < most * 0.8 <= correction.load
+    assert tunables.LOAD_MAX < most * 0.8 <= correction.load

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.core.plan.costs import CORRECTION_MAX, DEVIATION_S, MEASURED_BATCH_MAX, SERVER, Account, CostBook, Source
+from broker.core.plan.costs import SERVER, Account, CostBook, Source
+from broker.core.plan.tunables import CORRECTION_MAX, DEVIATION_S, MEASURED_BATCH_MAX
 from broker.core.pool.events import (
     BeatSeen,
     KeepCosts,

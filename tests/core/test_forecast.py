@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.core.plan.forecast import ALL_CLASSES, NOTHING, DeclaredEvent, Forecaster, ForecastSettings
-from broker.core.plan.seasons import BIN_S, DAY_BINS, Seasons
+from broker.core.plan.seasons import DAY_BINS, Seasons
 from broker.core.plan.series import Ring, Series, surge_share
+from broker.core.plan.tunables import BIN_S
 from subjects.ids import DeploymentKey
 
 A, B = DeploymentKey("a" * 64), DeploymentKey("b" * 64)

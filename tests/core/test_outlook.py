@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.core.plan.coordinator import CoordinatorSettings
-from broker.core.plan.turns import FAILING_IDLE_S
+from broker.core.plan.tunables import FAILING_IDLE_S
 from broker.core.pool.events import DigestRestored, LeadershipGained, ModelRemoved, SchedulerSettings
 from subjects.messages import DrainReplica, EngineType, LoadModel, PoolDigest, PoolModel, ReplicaState, TimelineEntry
 from tests.core.scheduler_world import UNIX_S, record

@@ -151,7 +151,7 @@ def test_without_a_day_of_history_every_decision_is_as_it_was() -> None:
         assert world.starts(burst)
         return world.decisions
 
-    assert run(CoordinatorSettings()) == run(CoordinatorSettings(prospects=None))
+    assert run(CoordinatorSettings()) == run(CoordinatorSettings(foresees=False))
 
 
 def test_lost_prefix_hits_grow_kv() -> None:

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.core.plan.priorities import (
-    BOOST_MAX,
-    CLASS_VALUES,
-    WEIGHT_MAX,
-    Boosts,
-    class_weights,
-    densities,
-)
+from broker.core.plan.priorities import CLASS_VALUES, Boosts, class_weights, densities
 from broker.core.plan.signals import (
-    FAIRNESS_LEVEL,
     Candidate,
     cheapest,
     expected_latency_s,
@@ -28,7 +20,8 @@ from broker.core.plan.signals import (
     interference,
     most_disturbing,
 )
-from broker.core.plan.windows import READING_S, FairnessWatch, InRow
+from broker.core.plan.tunables import BOOST_MAX, FAIRNESS_LEVEL, READING_S, WEIGHT_MAX
+from broker.core.plan.windows import FairnessWatch, InRow
 from ops.simulator.probe import Progress, TwuMeter
 from profiles.twu import TokenWork, allowed_s, current_weights, default_weight, twu, twu_raw_s
 from subjects.ids import DeploymentKey

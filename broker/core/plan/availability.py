@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from broker.core.plan.feasibility import Feasibility, runs
-from broker.core.plan.turns import FAILING_IDLE_S, TURN_S
+from broker.core.plan.tunables import FAILING_IDLE_S, LATE_S, TURN_S
 from broker.core.pool.catalogue import Catalogue
 from broker.core.pool.describe import bytes_text, describe_need, load_s_guess
 from broker.core.pool.events import SchedulerSettings
@@ -14,10 +14,6 @@ from broker.core.pool.state import Device, Pool, Presence
 from broker.core.pool.transactions import Stage, Transactions
 from subjects.ids import DeploymentKey
 from subjects.messages import EngineType, Mode, ModelRecord
-
-ADVISED_WAIT_S = 1.5
-"""Requests for a model that may only be advised about wait so long before they are refused: what they need shows meanwhile,
-and a person may load it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Availability:
             return Outlook(estimated_wait_s=self._coming_wait_s(now_s, record.deployment, load_s))
         mode = self._catalogue.mode(record.deployment)
         waits_s = self._feasibility.demand(record.deployment).oldest_wait_s
-        if mode is Mode.OBSERVE or (mode is Mode.ADVISE and waits_s >= ADVISED_WAIT_S):
+        if mode is Mode.OBSERVE or (mode is Mode.ADVISE and waits_s >= LATE_S):
             text = f"not loaded, and nothing is loaded by itself in its mode {mode.value} (carpool mode {record.name} act)"
             return Outlook(refusal=text, retry_after_s=30)
         refusal = self._infeasible(record)

@@ -18,10 +18,6 @@ from __future__ import annotations
 from broker.core.plan.policy import Arrivals
 from subjects.messages import StepCosts
 
-TPOT_USED = 0.65
-"""Share of the time per token that plans use; the rest is for bursts and for profiles that are a little wrong."""
-
-
 # ------------------------------------------------------------------------------------------------------ one request's work
 
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 
 from broker.core.plan.advice import advice
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
+from broker.core.plan.headroom import HeadroomSettings
 from broker.core.plan.layout import Layout
 from broker.core.plan.learning import DeviceScores
-from broker.core.plan.memory import Memory, MemorySettings
-from broker.core.plan.need import ModelNeed, Needs, NeedSettings, standing
+from broker.core.plan.memory import Memory
+from broker.core.plan.need import ModelNeed, Needs, standing
 from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.policy import (
     Action,
@@ -33,101 +34,75 @@ from broker.core.plan.policy import (
     SetReplicaConcurrency,
     StopReplica,
 )
-from broker.core.plan.prewarming import Prospects, ProspectsSettings
-from broker.core.plan.problem import Block, Need, Prices, Problem, Site
+from broker.core.plan.prewarming import Prospects
+from broker.core.plan.problem import Block, Need, Problem, Site
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
-from broker.core.plan.turns import IDLE_HALF_S, IDLE_PRICE, TURN_S, Turns
+from broker.core.plan.tunables import (
+    AGAIN_S_MAX,
+    AGAIN_SHARE,
+    CALM_S,
+    CLASS_WORTH,
+    CLOSE_S,
+    CLOSED_S_MAX,
+    GAP_S,
+    IDLE_HALF_S,
+    IDLE_PRICE,
+    IDLE_S,
+    KEEP_S,
+    KV_LACK_FREE,
+    KV_TOKENS_MIN,
+    LACK_FREE,
+    LACK_GROWN,
+    LACK_REPLICAS,
+    LARGE_DEVICES,
+    LATE_S,
+    LOOK_S,
+    NEED_KEEP_LIVES,
+    NEED_KEEP_S,
+    RELIEF_LACK,
+    RELIEF_LACK_LARGE,
+    REPLAN_GAIN,
+    REPLAN_S,
+    RESIDENCY_S,
+    SHARE_KEEP_S,
+    SLOTS_MIN,
+    SPARE_LEVEL,
+    SPARES_MAX,
+    TPOT_RUN,
+    TRIALS_MAX,
+    TRIALS_MIN,
+    TRIES,
+    TURN_S,
+    WATCH_S,
+)
+from broker.core.plan.turns import Turns
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 
-VALUES = {SlaClass.GOLD: 3000.0, SlaClass.SILVER: 1000.0, SlaClass.BRONZE: 300.0, SlaClass.BATCH: 50.0}
-"""What all of a model's load is worth, in devices."""
-
-FLOOR_S = 60.0
-"""A model without any request for so long needs no share of time."""
-LACK_GROWN = 0.02
-"""Who could not be helped is tried again before the next look of the whole if it lacks so much more."""
-RELIEF_LACK_LARGE = 0.05
-"""In large pools ``relief_lack`` is this."""
-RELIEVED_MAX = 2
-"""Models for which that is tried at one look."""
-TRIALS_LARGE = 400
-"""However large the pool, a look may try so many changes."""
 SHUT = "shut"
 """Kind of a site to which nothing can come, whatever the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
-    """The numbers of the coordinator, and switches for ablations. Found by simulation (ops/decisions/0010)."""
+    """What operators, ablations and tests vary; all other numbers are in ``tunables`` alone."""
 
-    needs: NeedSettings = field(default_factory=NeedSettings)
-    memory: MemorySettings = field(default_factory=MemorySettings)
-    prices: Prices = field(default_factory=Prices)
-    prospects: ProspectsSettings | None = field(default_factory=ProspectsSettings)
-    """None: nothing is forecast, and no trigger heard."""
+    headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
+    need_keep_s: float = NEED_KEEP_S
+    need_keep_lives: float = NEED_KEEP_LIVES
+    class_values: tuple[float, ...] = CLASS_WORTH
+    foresees: bool = True
+    """False: nothing is forecast, and no trigger heard."""
     learns_devices: bool = False
     """Routing weights lean towards devices that do better than their profile."""
-    look_s: float = 1.0
-    """The whole layout is looked at this often even if nobody lacks anything."""
-    calm_s: float = 5.0
-    """Replicas move only when nothing has loaded or left for so long."""
-    shrink_tries: int = 2
-    """Devices whose load might move elsewhere that are looked at each time, in turn."""
-    stay_s: float = 6.0
-    """A replica that has served for less is not given up."""
-    close_s: float = 1.0
-    """How long a closed replica can be had back, at least."""
-    again_s_max: float = 0.5
-    again_share: float = 0.03
-    """Its requests go on elsewhere once computing them again costs no more than this, in prefill, and so much of the time
-    for which it has been closed (the longer the others still have, the better it pays),"""
-    drain_s: float = 240.0
-    """or when they have had so long."""
-    watch_s: float = 30.0
-    """A new leader knows no history: so long it gives nothing up."""
-    watch_gap_s: float = 5.0
-    """After a longer pause it is as if new."""
-    trials_max: int = 1500
-    """Changes of the layout that one search may try, in pools of up to ``whole_sites_max`` devices; fewer in larger ones."""
-    relief_lack: float = 0.001
-    """A model that lacks more, and whom nothing else helps, may cost its neighbours their places, but not their last one;"""
-    relief_again_s: float = 5.0
-    """nor are others asked to go for it again sooner."""
-    replan_s: float = 10.0
-    replan_gain: float = 0.8
-    """A whole new plan is looked for this often, and taken if it is better by so many devices, its loads counted;"""
-    whole_sites_max: int = 96
-    """not in a pool of more devices, where relief too is only for who lacks much (``RELIEF_LACK_LARGE``)."""
-    keep_s: float = 1800.0
-    """A model without any request for so long need not be resident, where its file says nothing (``strategy.keep_s``)."""
-    idle_s: float = 1.0
-    """A model without any request for so long is idle: it leaves for others at once."""
-    residency_s: float = 6.0
-    """A busy model's only replica serves at least for this long, and for as long as its load took, before it may leave;"""
+    calm_s: float = CALM_S
+    close_s: float = CLOSE_S
+    keep_s: float = KEEP_S
+    residency_s: float = RESIDENCY_S
     turn_s: float = TURN_S
-    """and before another model has waited for so long, or for that residency and a load where these are longer."""
-    urgency_s: float = 1.0
-    """Waiting so long without a replica weighs as much as lacking all capacity does."""
-    lack_free: float = 0.2
-    lack_replicas: float = 0.25
-    """Share of a need that may be lacking before anything is done, and at most so many replicas' worth of it: what is given
-    up must leave all of it."""
-    kv_lack_free: float = 0.12
-    """The same for KV."""
-    spare_level: float = 1.3
-    """Spares cover so many times the level of a model's bursts; 0: there are none."""
-    spares_max: int = 6
-    """Of one model."""
-    tpot_run: float = 0.75
-    """Share of the time per token at which the number of requests at once is bounded."""
-    slots_s: float = 1.0
-    """Cadence of those bounds."""
-    slots_min: int = 4
+    spare_level: float = SPARE_LEVEL
     bounds_slots: bool = True
-    advise_s: float = 1.0
-    """Cadence of what is advised about models that may not be acted for."""
     shares_devices: bool = True
     """False: every replica has its devices for itself."""
     resizes_kv: bool = True
@@ -141,9 +116,10 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings | None = None) -> None:
         self.settings = settings or CoordinatorSettings()
-        self.needs = Needs(self.settings.needs)
+        self.needs = Needs(self.settings.headroom, self.settings.need_keep_s, self.settings.need_keep_lives)
+        self._values = dict(zip(SlaClass, self.settings.class_values, strict=True))
         scores = DeviceScores() if self.settings.learns_devices else None
-        self.prospects = Prospects(self.settings.prospects, scores) if self.settings.prospects is not None else None
+        self.prospects = Prospects(scores) if self.settings.foresees else None
         self._doomed: dict[ReplicaId, str] = {}
         """Replicas that the plan does without, and why."""
         self._closed: dict[ReplicaId, float] = {}
@@ -179,7 +155,7 @@ class Coordinator:
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """See ``policy.Policy``."""
-        if now_s - self._decided_s > self.settings.watch_gap_s:
+        if now_s - self._decided_s > GAP_S:
             self._watches_since_s = now_s
         self._decided_s = now_s
         pairs = self._pairs(view)
@@ -192,13 +168,12 @@ class Coordinator:
     def _decided(
         self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]
     ) -> Decision:
-        s = self.settings
         seen = (
             tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
             tuple([model.record.deployment for model, _ in pairs]),
         )
-        due = seen != self._seen or now_s - self._looked_s >= self.settings.look_s - 1e-6 or bool(self._doomed)
-        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= s.needs.late_s) for model, _ in pairs)
+        due = seen != self._seen or now_s - self._looked_s >= LOOK_S - 1e-6 or bool(self._doomed)
+        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= LATE_S) for model, _ in pairs)
         if not due and not starved and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
@@ -209,7 +184,7 @@ class Coordinator:
 
     def _at_least(self, load: float) -> float:
         """What of a load must be carried: less makes somebody act."""
-        return load - min(self.settings.lack_free * load, self.settings.lack_replicas)
+        return load - min(LACK_FREE * load, LACK_REPLICAS)
 
     # ------------------------------------------------------------------------------------------------------------ looking
 
@@ -254,7 +229,7 @@ class Coordinator:
                     place = tuple(sorted(places))
                     blocks.append(Block(index, place, replica.replica, stays, held, left))
                     replicas[replica.replica] = replica
-        problem = Problem(tuple(sites), tuple(wanted), tuple(blocks), self.settings.prices)
+        problem = Problem(tuple(sites), tuple(wanted), tuple(blocks))
         return Look(now_s, view, [model for model, _ in pairs], needs, [costs for _, costs in pairs], problem, replicas)
 
     def _site(self, view: PoolView, device: DeviceView) -> Site:
@@ -265,8 +240,8 @@ class Coordinator:
     def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> Need:
         s = self.settings
         record = model.record
-        kv_min = kv_least_bytes(model, s.memory.kv_tokens_min)
-        idle_s = now_s - need.last_seen_s if now_s - need.last_seen_s >= s.idle_s else 0.0
+        kv_min = kv_least_bytes(model, KV_TOKENS_MIN)
+        idle_s = now_s - need.last_seen_s if now_s - need.last_seen_s >= IDLE_S else 0.0
         keep_s = record.keep_s if record.keep_s is not None else s.keep_s
         alive = not idle_s or (bool(model.replicas) and idle_s < keep_s)
         may_start = model.may_load and model.may_act
@@ -277,9 +252,9 @@ class Coordinator:
         if idle_s and (record.min_replicas or not model.replicas):
             lack_none = 1.0
         elif idle_s:
-            lack_none = IDLE_PRICE / (1.0 + idle_s / IDLE_HALF_S) / VALUES[record.sla_class]
+            lack_none = IDLE_PRICE / (1.0 + idle_s / IDLE_HALF_S) / self._values[record.sla_class]
         else:
-            lack_none = 1.0 + (turn_s if model.replicas else model.oldest_wait_s) / s.urgency_s
+            lack_none = 1.0 + (turn_s if model.replicas else model.oldest_wait_s)
         kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas) if alive else 0.0
         return Need(
             model=record.deployment,
@@ -291,14 +266,14 @@ class Coordinator:
             standing=standing(model, costs),
             usage=self._usage(model, costs, need),
             share_min=need.share_min,
-            share_floor=need.share_floor if now_s - need.last_seen_s < FLOOR_S else 0.0,
-            kv_bytes=max(0.0, kv_bytes) * (1 - s.kv_lack_free),
+            share_floor=need.share_floor if now_s - need.last_seen_s < SHARE_KEEP_S else 0.0,
+            kv_bytes=max(0.0, kv_bytes) * (1 - KV_LACK_FREE),
             kv_keep_bytes=max(0.0, kv_bytes),
-            value=VALUES[record.sla_class],
+            value=self._values[record.sla_class],
             lack_none=lack_none,
             wait_s=model.oldest_wait_s if model.waiting else 0.0,
             idle_s=idle_s,
-            turn_s=turn_s / s.urgency_s,
+            turn_s=turn_s,
             settled=settled,
             floor=record.min_replicas,
             fails=model.fails,
@@ -321,11 +296,11 @@ class Coordinator:
     # ----------------------------------------------------------------------------------------------------------- planning
 
     def _plan(self, look: Look) -> Decision:
-        s, now_s = self.settings, look.now_s
+        now_s = look.now_s
         self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
         layout = Layout(look.problem, self._blocks(look))
         self._cut(look, layout)
-        routine = now_s - self._looked_s >= s.look_s - 1e-6
+        routine = now_s - self._looked_s >= LOOK_S - 1e-6
         trials_max = self._trials_max(look)
         search = Search(layout, trials_max)
         there = set(layout.blocks)
@@ -333,7 +308,7 @@ class Coordinator:
         if routine:
             self._helpless = {}
         known = [self._helpless.get(key, -1.0) for key in deployments]
-        auction = Turns(look, layout, max(VALUES.values()))
+        auction = Turns(look, layout, max(self.settings.class_values))
         overdue = auction.overdue()
         search.grow(only=overdue)
         auction.claim(overdue)
@@ -350,7 +325,7 @@ class Coordinator:
             self._calm_s = now_s
         if routine:
             self._looked_s = now_s
-            if enough and now_s - self._watches_since_s >= s.watch_s:
+            if enough and now_s - self._watches_since_s >= WATCH_S:
                 relieved = self._relieved(look, layout)
                 if relieved is not None:
                     return self._carry(look, relieved, "a neighbour lacks more")
@@ -392,23 +367,22 @@ class Coordinator:
         return Layout(look.problem, layout.blocks.values())
 
     def _trials_max(self, look: Look) -> int:
-        s = self.settings
-        return max(TRIALS_LARGE, s.trials_max * s.whole_sites_max // max(s.whole_sites_max, len(look.problem.sites)))
+        return max(TRIALS_MIN, TRIALS_MAX * LARGE_DEVICES // max(LARGE_DEVICES, len(look.problem.sites)))
 
     def _relieved(self, look: Look, layout: Layout) -> Layout | None:
         """Where no single change helps a model that lacks, all that is beside one of its replicas may have to go at once.
 
         That is judged by what will be when those that go are gone: until then they take their part of the time.
         """
-        s, now_s = self.settings, look.now_s
-        self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < s.relief_again_s}
-        least = s.relief_lack if len(look.problem.sites) <= s.whole_sites_max else RELIEF_LACK_LARGE
+        now_s = look.now_s
+        self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < CALM_S}
+        least = RELIEF_LACK if len(look.problem.sites) <= LARGE_DEVICES else RELIEF_LACK_LARGE
         lacks = []
         for index, wanted in enumerate(look.problem.needs):
             lack = layout.lack(index)
             if lack > least and layout.of(index) and wanted.model not in self._relief_s:
                 lacks.append((-lack * wanted.value, index))
-        lacking = [index for _, index in sorted(lacks)[:RELIEVED_MAX]]
+        lacking = [index for _, index in sorted(lacks)[:TRIES]]
         if not lacking:
             return None
         settled = replace(look.problem, placed=tuple(replace(block, bytes_left=0) for block in look.problem.placed))
@@ -422,18 +396,18 @@ class Coordinator:
     def _replan(self, look: Look, layout: Layout) -> Layout | None:
         """Now and then a whole plan is made anew: some layouts are better though no single step leads to them."""
         s, now_s = self.settings, look.now_s
-        small = len(look.problem.sites) <= s.whole_sites_max
-        if not small or now_s - self._calm_s < s.calm_s or now_s - self._replanned_s < s.replan_s:
+        small = len(look.problem.sites) <= LARGE_DEVICES
+        if not small or now_s - self._calm_s < s.calm_s or now_s - self._replanned_s < REPLAN_S:
             return None
         self._replanned_s = now_s
-        found = plan(look.problem, trials_max=s.trials_max, keep=True)
+        found = plan(look.problem, trials_max=TRIALS_MAX, keep=True)
         lacking = layout.lost()
         layout.keep = True
         now = layout.score()
         layout.keep = False
         # What is lacking only beside the most of lately is no reason to move, but nothing may be lost by it.
         gained = (now.total - now.lost) - (found.score.total - found.score.lost) + max(0.0, lacking - found.score.lost)
-        if gained < s.replan_gain or found.score.lost > max(now.lost, lacking) + 1e-9:
+        if gained < REPLAN_GAIN or found.score.lost > max(now.lost, lacking) + 1e-9:
             return None
         return Layout(look.problem, found.blocks)
 
@@ -459,7 +433,7 @@ class Coordinator:
         self._trimmed = Search(search.layout, self._trials_max(look)).trim(young, self._trimmed)
         if emptied or look.now_s - self._calm_s < self.settings.calm_s:
             return emptied
-        tries = min(self.settings.shrink_tries, len(candidates))
+        tries = min(TRIES, len(candidates))
         turns = [candidates[(self._turn + turn) % len(candidates)] for turn in range(tries)]
         self._turn += tries
         for site in turns:
@@ -476,7 +450,7 @@ class Coordinator:
         }
 
     def _young(self, look: Look, replica: ReplicaView) -> bool:
-        return replica.state is not ReplicaState.READY or look.now_s - replica.since_s < self.settings.stay_s
+        return replica.state is not ReplicaState.READY or look.now_s - replica.since_s < self.settings.residency_s
 
     # ------------------------------------------------------------------------------------------------------- carrying out
 
@@ -486,7 +460,7 @@ class Coordinator:
         kept = {block.replica: block for block in blocks if block.replica is not None}
         yields = {replica for victims in self._victims.values() for replica in victims if look.ready(replica)}
         chooser = SpareChooser(look, layout)
-        spares = chooser.choose(kept, yields, s.spare_level, s.spares_max) if s.spare_level else Spares()
+        spares = chooser.choose(kept, yields, s.spare_level, SPARES_MAX) if s.spare_level else Spares()
         self._spares = spares
         for replica in look.replicas:
             if replica in kept or replica in spares.kept or replica in yields:
@@ -497,7 +471,6 @@ class Coordinator:
         self._close(look, blocks, stops)
         routine = now_s == self._looked_s
         memory = Memory(
-            s.memory,
             look,
             layout,
             blocks,
@@ -514,7 +487,7 @@ class Coordinator:
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
         self._spare_places = memory.spares
         actions: list[Action] = [*stops.values(), *memory.actions, *self._advice(look)]
-        if s.bounds_slots and now_s - self._slots_s >= s.slots_s - 1e-6:
+        if s.bounds_slots and now_s - self._slots_s >= LOOK_S - 1e-6:
             self._slots_s = now_s
             actions.extend(self._slots(look, layout, kept))
         self._capacity = [layout.capacity(index) for index in range(len(look.models))]
@@ -522,11 +495,11 @@ class Coordinator:
 
     def _advice(self, look: Look) -> list[Action]:
         """What people are told now and then of models that may not be acted for."""
-        due = look.now_s - self._advised_s >= self.settings.advise_s
+        due = look.now_s - self._advised_s >= LOOK_S
         if not due or not any(model.advises for model in look.models):
             return []
         self._advised_s = look.now_s
-        return advice(look, self._blocks(look), max(VALUES.values()), self._trials_max(look))
+        return advice(look, self._blocks(look), max(self.settings.class_values), self._trials_max(look))
 
     def _close(self, look: Look, blocks: tuple[Block, ...], stops: dict[ReplicaId, StopReplica]) -> None:
         """Doomed replicas take nothing new once others are ready to take over, and go when they hold nothing any more."""
@@ -560,13 +533,13 @@ class Coordinator:
     def _goes(self, look: Look, replica: ReplicaId) -> bool:
         """Whether a closed replica may be ended: what it still runs costs little to compute again, or has had its time."""
         view = look.replicas[replica]
-        if look.now_s - self._closed.get(replica, look.now_s) >= self.settings.drain_s or not view.running:
+        if look.now_s - self._closed.get(replica, look.now_s) >= CLOSED_S_MAX or not view.running:
             return True
         index = next(i for i, model in enumerate(look.models) if model.record.deployment == view.deployment)
         need = look.needs[index]
         again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
         closed_s = look.now_s - self._closed.get(replica, look.now_s)
-        return again_s <= self.settings.again_s_max + self.settings.again_share * closed_s
+        return again_s <= AGAIN_S_MAX + AGAIN_SHARE * closed_s
 
     # ------------------------------------------------------------------------------------------------------------ routing
 
@@ -626,7 +599,6 @@ class Coordinator:
 
     def _slots(self, look: Look, layout: Layout, kept: dict[ReplicaId, Block]) -> list[Action]:
         """Bounds what runs at once so that tokens come in time even when requests queue."""
-        s = self.settings
         actions: list[Action] = []
         for replica, block in kept.items():
             view = look.replicas[replica]
@@ -634,11 +606,11 @@ class Coordinator:
                 continue
             need, costs, record = look.needs[block.need], look.costs[block.need], look.models[block.need].record
             share = min(layout.share(block.need, site) for site in block.sites)
-            tpot_s = record.sla.tpot_ms / 1000 * s.tpot_run
+            tpot_s = record.sla.tpot_ms / 1000 * TPOT_RUN
             slots = record.max_num_seqs
             if need.request_s > 0:
                 slots = int(need.output_tokens * max(0.0, tpot_s * share - costs.step_const_s) / need.request_s)
-            slots = min(max(slots, s.slots_min), record.max_num_seqs)
+            slots = min(max(slots, SLOTS_MIN), record.max_num_seqs)
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
         return actions

@@ -16,6 +16,18 @@ from enum import Enum
 
 import msgspec
 
+from broker.core.plan.tunables import (
+    CORRECTED_STEPS_MIN,
+    CORRECTION_MAX,
+    CORRECTION_NEWS,
+    CORRECTION_STEPS,
+    DEVIATION_MAX,
+    DEVIATION_S,
+    MEASURED_BATCH_MAX,
+    SEEN_MIN,
+    SERVED_TOKENS,
+    ZERO_RUN_MAX,
+)
 from broker.core.pool.state import Device, Pool
 from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
 from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
@@ -34,29 +46,9 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 
-WINDOW_STEPS_MIN = 5
-"""Fewer steps of a replica are looked at together with those that follow."""
-CORRECTION_STEPS = 1000.0
-"""About so many of the last steps decide on the correction."""
-CORRECTED_STEPS_MIN = 200
-"""Of fewer steps nothing is concluded."""
-CORRECTION_NEWS = 0.05
-"""Plans hear of a correction that moved by so much."""
-CORRECTION_MAX = 4.0
-"""At most by this factor, up or down."""
-DEVIATION_MAX = 0.15
-DEVIATION_S = 60.0
-"""Steps that for so long take another time than was measured, by more than this share, ask for a new measurement (PRO-4)."""
-ERROR_STEPS = 1000
-"""The error that is told is over about so many of the last steps."""
-MEASURED_BATCH_MAX = 8
-"""What replicas measure by themselves goes up to this batch; ``carpool profile`` asks for more."""
-POINTS_MAX = 96
 SERVER = "server"
 """In place of a kind of device, for engines behind a URL: what they compute is no device's of this pool, so plans count next
 to nothing for them, and their times are what answers tell."""
-SERVED_TOKENS = 20_000
-"""About so many of the last answers' tokens tell of them."""
 
 
 class Source(Enum):
@@ -93,7 +85,7 @@ class Account:
     served: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
     windows: deque[StepSums] = field(default_factory=deque)
-    """The last that happened, of ``ERROR_STEPS`` steps or a little more."""
+    """The last that happened, of ``CORRECTION_STEPS`` steps or a little more."""
     window_steps: int = 0
 
     def restart(self) -> None:
@@ -241,7 +233,7 @@ class CostBook:
                 cells[_cell(point)] = point
             elif known.beside or not point.beside:  # Another round: they weigh alike.
                 cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
-        taken = tuple(cells.values())[-POINTS_MAX:]
+        taken = tuple(cells.values())[-ZERO_RUN_MAX:]
         self._look_at_kinds()
         kept = KeptCosts(
             deployment=record.deployment,
@@ -289,7 +281,7 @@ class CostBook:
                 continue
             last = before.get(replica.replica)
             window = sums_between(last, replica.sums) if last is not None else StepSums()
-            if last is not None and 0 <= window.steps < WINDOW_STEPS_MIN:
+            if last is not None and 0 <= window.steps < SEEN_MIN:
                 known[replica.replica] = last
                 continue
             known[replica.replica] = replica.sums
@@ -307,7 +299,7 @@ class CostBook:
         costs, source = base
         account.windows.append(window)
         account.window_steps += window.steps
-        while account.window_steps - account.windows[0].steps >= ERROR_STEPS:
+        while account.window_steps - account.windows[0].steps >= CORRECTION_STEPS:
             account.window_steps -= account.windows.popleft().steps
         ratio = min(max(window.busy_s / max(work_s(costs, window), 1e-12), 1 / CORRECTION_MAX), CORRECTION_MAX)
         account.steps += window.steps

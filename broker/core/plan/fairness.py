@@ -18,30 +18,27 @@ from dataclasses import dataclass, field
 from broker.core.plan.priorities import Boosts, class_weights, densities
 from broker.core.plan.series import Ring
 from broker.core.plan.signals import fairness_index
-from broker.core.plan.windows import READING_S, FairnessWatch
+from broker.core.plan.tunables import (
+    FAIR_LEVEL,
+    FAIR_MEMORY_S,
+    FAIR_SAMPLES,
+    FAIR_SAMPLES_MIN,
+    KEPT_MAX,
+    LOOK_S,
+    OUTPUT_TOKEN_WEIGHT,
+    READING_S,
+)
+from broker.core.plan.windows import FairnessWatch
 from profiles.costs import prefill_s
 from subjects.ids import DeploymentKey
 from subjects.messages import ModelDemand, ModelRecord, SlaClass
-
-OUTPUT_TOKEN_WEIGHT = 8.0
-"""Where a model's costs are unknown, an output token counts as so many prompt tokens."""
-
-
-ALONE_EVERY_S = 1.0
-"""How often a model with one class is read: there is nobody to be fair to, its index is only told."""
 
 
 @dataclass(frozen=True, slots=True)
 class FairnessSettings:
     """When it acts."""
 
-    level: float = 0.5
-    """Index below which a class is helped: at full throughput, p95 beyond half of its target. Found with the scenario
-    ``fairness``; the source's 0.8 asks for a fifth of the target, which a pool that is well used never has."""
-    memory_s: float = 10.0
-    samples: int = 64
-    samples_min: int = 8
-    models_max: int = 1024
+    models_max: int = KEPT_MAX
 
 
 @dataclass(slots=True)
@@ -51,7 +48,7 @@ class _Class:
     arrived: float = 0.0
     finished: float = 0.0
     work: float = 0.0
-    ttft_s: Ring = field(default_factory=lambda: Ring(64))
+    ttft_s: Ring = field(default_factory=lambda: Ring(FAIR_SAMPLES))
     waiting: int = 0
     oldest_wait_s: float = 0.0
     index: float | None = None
@@ -72,7 +69,7 @@ class Fairness:
         self.news = False
         """Whether the last look changed a weight."""
         self._models: dict[DeploymentKey, _Model] = {}
-        self._watch = FairnessWatch(self.settings.level)
+        self._watch = FairnessWatch(FAIR_LEVEL)
         self._faded_s: float | None = None
         self._read_s = self._alone_read_s = -math.inf
 
@@ -102,7 +99,7 @@ class Fairness:
         for deployment in [known for known in self._models if known not in records]:
             del self._models[deployment]
         self.news = False
-        alone_too = now_s - self._alone_read_s >= ALONE_EVERY_S
+        alone_too = now_s - self._alone_read_s >= LOOK_S
         if alone_too:
             self._alone_read_s = now_s
         for deployment, model in self._models.items():
@@ -119,7 +116,7 @@ class Fairness:
                 counts.index = self._index(counts, slo_s)
                 held = counts.index is not None and self._watch.read(now_s, (deployment, sla_class), counts.index)
                 below[sla_class] = held and higher_fine
-                higher_fine = higher_fine and (counts.index is None or counts.index >= self.settings.level)
+                higher_fine = higher_fine and (counts.index is None or counts.index >= FAIR_LEVEL)
                 counts.waiting, counts.oldest_wait_s = 0, 0.0
             boost = model.boosts.take(below)
             busy = {c: counts for c, counts in model.classes.items() if counts.arrived >= 0.5}
@@ -146,8 +143,7 @@ class Fairness:
 
     def _index(self, counts: _Class, slo_s: float) -> float | None:
         """None where too little was seen. Who waits longer than the p95 of those served counts as that late."""
-        s = self.settings
-        if len(counts.ttft_s) < s.samples_min and counts.oldest_wait_s <= slo_s:
+        if len(counts.ttft_s) < FAIR_SAMPLES_MIN and counts.oldest_wait_s <= slo_s:
             return None
         p95_s = max(counts.ttft_s.quantile(0.95), counts.oldest_wait_s)
         # What waits is asked for too; without it a class that is not served at all would have no target.
@@ -157,7 +153,7 @@ class Fairness:
     def _fade(self, now_s: float) -> None:
         gone_s = now_s - self._faded_s if self._faded_s is not None else 0.0
         self._faded_s = now_s
-        left = math.exp(-max(0.0, gone_s) / self.settings.memory_s)
+        left = math.exp(-max(0.0, gone_s) / FAIR_MEMORY_S)
         for model in self._models.values():
             for counts in model.classes.values():
                 counts.arrived *= left
@@ -172,7 +168,7 @@ class Fairness:
             model = self._models[row.deployment] = _Model()
         counts = model.classes.get(row.sla_class)
         if counts is None:
-            counts = model.classes[row.sla_class] = _Class(ttft_s=Ring(self.settings.samples))
+            counts = model.classes[row.sla_class] = _Class(ttft_s=Ring(FAIR_SAMPLES))
         return counts
 
 

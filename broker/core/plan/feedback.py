@@ -8,43 +8,27 @@ helps models whose load is small and whose prompts are long.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class CorrectionSettings:
-    """Numbers found by simulation."""
-
-    missed_memory_s: float = 30.0
-    missed_prior: float = 20.0
-    missed_free: float = 0.006
-    """Share of requests that may miss their targets before more load is asked for than is reckoned,"""
-    load_missed: float = 0.3
-    """by so much of it per second and share above it,"""
-    wait_share: float = 0.5
-    load_waiting: float = 0.03
-    """and by so much per second in which somebody has waited for this part of the time to the first token;"""
-    load_max: float = 0.2
-    """at most by so much."""
-    memory_s: float = 90.0
-    memory_s_max: float = 600.0
-    relapse_s: float = 30.0
-    relapse_memory_s: float = 1800.0
-    """How fast that is forgotten; twice as slowly each time it turns out, after so long a pause, to be needed after all.
-    That in turn is forgotten within half an hour."""
-    lasting_s: float = 600.0
-    lasting_prior: float = 100.0
-    lasting_missed: float = 0.008
-    """Misses last when, of the requests of about so long, more than this share missed; fully so at twice it."""
-    lasting_after_s: float = 90.0
-    """What is missed so soon after a model's first replica is ready tells of its load only."""
-    load_lasting: float = 0.5
-    """By so much more load may be asked for while they last in full,"""
-    share_s: float = 60.0
-    share_memory_s: float = 300.0
-    share_max: float = 0.9
-    """and the share of time that is asked for goes from nothing to all within so long, at most to ``share_max``; forgotten
-    within ``share_memory_s``."""
+from broker.core.plan.tunables import (
+    LASTING_AFTER_S,
+    LASTING_MISSED,
+    LASTING_PRIOR,
+    LASTING_S,
+    LOAD_LASTING,
+    LOAD_MAX,
+    LOAD_MEMORY_S,
+    LOAD_MEMORY_S_MAX,
+    LOAD_MISSED,
+    LOAD_WAITING,
+    MISSED_FREE,
+    MISSED_MEMORY_S,
+    MISSED_PRIOR,
+    RELAPSE_MEMORY_S,
+    SHARE_MEMORY_S,
+    SHARE_MIN_MOST,
+    SHARE_RISE_S,
+    WAIT_SHARE,
+)
 
 
 class Correction:
@@ -59,17 +43,15 @@ class Correction:
         "_missed",
         "_raised_s",
         "load",
-        "settings",
         "share",
     )
 
-    def __init__(self, settings: CorrectionSettings) -> None:
-        self.settings = settings
+    def __init__(self) -> None:
         self.load = 0.0
         """By how much more load is asked for than is reckoned, as a share of it."""
         self.share = 0.0
         """Of its devices' time: what each of its replicas should have."""
-        self._memory_s = settings.memory_s
+        self._memory_s = LOAD_MEMORY_S
         self._raised_s = math.inf
         """When ``load`` last grew; never so far: infinite."""
         self._begun_s = math.inf
@@ -80,34 +62,32 @@ class Correction:
         """What happened in the last ``gone_s`` seconds: requests that ended, how many of them missed their targets, and
         for how much of the time to the first token (1: all of it) the first in the queue has waited. ``cold``: no replica
         is ready."""
-        s = self.settings
         self._begun_s = now_s if cold else min(self._begun_s, now_s)
         lasting = self._lasting(now_s, gone_s, finished, missed)
-        self.share = min(s.share_max, self.share * math.exp(-gone_s / s.share_memory_s) + lasting * gone_s / s.share_s)
-        fade = math.exp(-gone_s / s.missed_memory_s)
+        self.share = min(SHARE_MIN_MOST, self.share * math.exp(-gone_s / SHARE_MEMORY_S) + lasting * gone_s / SHARE_RISE_S)
+        fade = math.exp(-gone_s / MISSED_MEMORY_S)
         self._finished = self._finished * fade + finished
         self._missed = self._missed * fade + missed
-        excess = self._missed / (self._finished + s.missed_prior) - s.missed_free
-        more = s.load_missed * min(max(excess, 0.0), 0.1)
-        if waits > s.wait_share:
-            more += s.load_waiting
+        excess = self._missed / (self._finished + MISSED_PRIOR) - MISSED_FREE
+        more = LOAD_MISSED * min(max(excess, 0.0), 0.1)
+        if waits > WAIT_SHARE:
+            more += LOAD_WAITING
         self.load *= math.exp(-gone_s / self._memory_s)
         if more > 0:
-            if now_s - self._raised_s > s.relapse_s:
-                self._memory_s = min(2.0 * self._memory_s, s.memory_s_max)
+            if now_s - self._raised_s > MISSED_MEMORY_S:
+                self._memory_s = min(2.0 * self._memory_s, LOAD_MEMORY_S_MAX)
             self._raised_s = now_s
-            most = s.load_max + s.load_lasting * lasting
+            most = LOAD_MAX + LOAD_LASTING * lasting
             self.load = max(self.load, min(self.load + more * gone_s, most))
         else:
-            self._memory_s += (s.memory_s - self._memory_s) * gone_s / s.relapse_memory_s
+            self._memory_s += (LOAD_MEMORY_S - self._memory_s) * gone_s / RELAPSE_MEMORY_S
 
     def _lasting(self, now_s: float, gone_s: float, finished: int, missed: int) -> float:
         """How much misses last, from 0 to 1."""
-        s = self.settings
-        if now_s - self._begun_s < s.lasting_after_s:
+        if now_s - self._begun_s < LASTING_AFTER_S:
             return 0.0
-        fade = math.exp(-gone_s / s.lasting_s)
+        fade = math.exp(-gone_s / LASTING_S)
         self._lasting_finished = self._lasting_finished * fade + finished
         self._lasting_missed = self._lasting_missed * fade + missed
-        share = self._lasting_missed / (self._lasting_finished + s.lasting_prior)
-        return min(max(share / s.lasting_missed - 1.0, 0.0), 1.0)
+        share = self._lasting_missed / (self._lasting_finished + LASTING_PRIOR)
+        return min(max(share / LASTING_MISSED - 1.0, 0.0), 1.0)

@@ -14,11 +14,13 @@ import math
 from dataclasses import dataclass
 
 from broker.core.plan.series import WINDOW_S, Series, surge_share
+from broker.core.plan.tunables import EVENTS_MAX, GAP_S, KEPT_MAX, PER_LOOK
+from profiles.costs import LENGTH_CLASSES
 from subjects.ids import DeploymentKey
 
 Key = tuple[DeploymentKey, int]
 """A model and a length class (0 short, 1 medium, 2 long), or ``ALL_CLASSES``."""
-ALL_CLASSES = 3
+ALL_CLASSES = len(LENGTH_CLASSES)
 """All length classes of a model together; to be read only."""
 
 
@@ -26,15 +28,10 @@ ALL_CLASSES = 3
 class ForecastSettings:
     """How much is remembered, in seconds."""
 
-    gap_s: float = 5.0
-    """Longer silence between two looks is a gap."""
-    keys_max: int = 4096
-    """Series kept, ``ALL_CLASSES`` included: some 3 KB each, and 9 KB more once it has seen a day. The one without load for
-    longest goes first."""
-    events_max: int = 256
-    """Declared events kept; what is over goes first, then the one that ends last."""
-    settle_per_look: int = 16
-    """Quiet series that are brought up to date at each look, in turn."""
+    gap_s: float = GAP_S
+    keys_max: int = KEPT_MAX
+    events_max: int = EVENTS_MAX
+    settle_per_look: int = PER_LOOK
 
 
 @dataclass(frozen=True, slots=True)

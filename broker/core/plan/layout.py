@@ -18,11 +18,7 @@ from broker.core.plan.problem import Prices as Prices
 from broker.core.plan.problem import Problem as Problem
 from broker.core.plan.problem import Site as Site
 from broker.core.plan.sharing import served_share, share_of_all, share_of_time
-
-CRAMPED_DEVICES = 5.0
-CRAMPED_LACK_MAX = 0.02
-"""What a model lacks, at most, whose replicas carry its load but have less of their devices' time than turned out to be
-needed: worth so many devices, but of no model more than this part of its load."""
+from broker.core.plan.tunables import CRAMPED_DEVICES, CRAMPED_LACK_MAX
 
 
 def cramped_lack(value: float) -> float:

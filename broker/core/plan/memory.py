@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
 
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
 from broker.core.plan.problem import Block
 from broker.core.plan.standby import Spares
+from broker.core.plan.tunables import GAIN_MIN, GROW_BY, KV_TOKENS_MIN, ROUNDING_BYTES, SHRINK_BY, START_FACTOR
 from broker.core.pool.describe import seconds_text
 from subjects.ids import ReplicaId
-
-ROUNDING_BYTES = 1 << 20
-LOAD_TOLD_MIN = 0.01
-"""A smaller load is no reason that anybody would read."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySettings:
-    """How KV is shared out."""
-
-    kv_tokens_min: int = 20_000
-    """The least that a replica can hold: more than the longest prompt that is expected."""
-    grow_by: float = 0.1
-    shrink_by: float = 0.15
-    """Smaller changes are not worth it."""
-    start_factor: float = 1.5
-    """A newcomer gets so many times what it will need, where that is free."""
 
 
 class Memory:
@@ -36,7 +19,6 @@ class Memory:
 
     def __init__(
         self,
-        settings: MemorySettings,
         look: Look,
         layout: Layout,
         blocks: tuple[Block, ...],
@@ -52,7 +34,6 @@ class Memory:
         """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with.
         ``victims`` by place of a new block: who leaves for it."""
         self._victims = victims or {}
-        self._settings = settings
         self._resizes = resizes
         self._look = look
         self._layout = layout
@@ -115,7 +96,7 @@ class Memory:
             replica = self._look.replicas[block.replica]
             record = self._look.models[block.need].record
             more = (self._target(block) - replica.kv_bytes) // record.gpus
-            if more * record.gpus > self._settings.grow_by * replica.kv_bytes:
+            if more * record.gpus > GROW_BY * replica.kv_bytes:
                 sites.extend(site for site in block.sites if self._free[site] < more)
         return sites
 
@@ -151,7 +132,7 @@ class Memory:
         return held
 
     def _least(self, block: Block) -> int:
-        return kv_least_bytes(self._look.models[block.need], self._settings.kv_tokens_min)
+        return kv_least_bytes(self._look.models[block.need], KV_TOKENS_MIN)
 
     def _target(self, block: Block) -> int:
         """KV over all devices: the least, and its part of what its sites have free beside those of no plan."""
@@ -176,16 +157,16 @@ class Memory:
         used = (replica.kv_pages - replica.kv_pages_free) * record.block_size * record.kv_bytes_per_token
         least = min(replica.kv_bytes, self._least(block))
         target = max(self._target(block), int(used * (1.01 if hurry else 1.1)), least)
-        if target < replica.kv_bytes * (0.99 if hurry else 1 - self._settings.shrink_by):
+        if target < replica.kv_bytes * (0.99 if hurry else 1 - SHRINK_BY):
             self.actions.append(ResizeReplicaKv(replica.replica, target, "its neighbours need the memory"))
             self._take(block, (target - replica.kv_bytes) // record.gpus)
-        return target if target > replica.kv_bytes * (1 + self._settings.grow_by) else 0
+        return target if target > replica.kv_bytes * (1 + GROW_BY) else 0
 
     def _grow(self, block: Block, replica: ReplicaView, target: int) -> None:
         record = self._look.models[block.need].record
         room = max(0, min(self._free[site] for site in block.sites)) * record.gpus
         target = min(target, replica.kv_bytes + room)
-        if target > replica.kv_bytes * (1 + self._settings.grow_by):
+        if target > replica.kv_bytes * (1 + GROW_BY):
             self.actions.append(ResizeReplicaKv(replica.replica, target, "memory beside it is free"))
             self._take(block, -(-(target - replica.kv_bytes) // record.gpus))
 
@@ -214,7 +195,7 @@ class Memory:
             return
         each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of(block.need)))
         grows = self._resizes and look.models[block.need].resizes_kv
-        wanted = int(self._settings.start_factor * each) if grows else record.kv_bytes
+        wanted = int(START_FACTOR * each) if grows else record.kv_bytes
         kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))
         if not grows and room * record.gpus >= record.kv_bytes <= self._target(block):
             kv = record.kv_bytes
@@ -235,7 +216,7 @@ class Memory:
         if victims:
             names = [self._records[look.replicas[victim].deployment].name for victim in victims]
             parts.append(f"{', '.join(names)} {'leave' if len(names) > 1 else 'leaves'}")
-        if need.load >= LOAD_TOLD_MIN or not parts:
+        if need.load >= GAIN_MIN or not parts:
             parts.append(need.text)
         return "; ".join(parts)
 

@@ -9,52 +9,41 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from broker.core.plan.capacity import TPOT_USED, arrivals_work_s, prefill_work_s, standing_share
-from broker.core.plan.feedback import Correction, CorrectionSettings
+from broker.core.plan.capacity import arrivals_work_s, prefill_work_s, standing_share
+from broker.core.plan.feedback import Correction
 from broker.core.plan.headroom import Headroom, HeadroomSettings
 from broker.core.plan.policy import ModelView
+from broker.core.plan.tunables import (
+    ACTIVITY_S,
+    CHUNK_TOKENS,
+    FINISHED_MIN,
+    KV_FACTOR,
+    KV_KEEP_S,
+    LATE_S,
+    LENGTH_BINS,
+    LOOK_S,
+    MISSED_FREE,
+    NEED_KEEP_LIVES,
+    NEED_KEEP_S,
+    PATIENCE_S,
+    QUEUE_DRAIN_S,
+    QUEUE_FREE_S,
+    QUEUE_REPLICAS_MAX,
+    SEATS_FACTOR,
+    SEATS_FULL_SHARE,
+    SHARE_KEEP_S,
+    SHARE_LEAST,
+    SHARE_MIN_MOST,
+    TOKEN_S,
+    TPOT_USED,
+    TTFT_USED,
+)
 from subjects.ids import DeploymentKey
 from subjects.messages import ReplicaState, StepCosts
-
-
-@dataclass(frozen=True, slots=True)
-class NeedSettings:
-    """Numbers found by simulation (ops/decisions/0010)."""
-
-    headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
-    chunk_tokens: int = 4096
-    """Prompt tokens that one step takes while prompts queue (``workers.core.pulling`` and the engine's own limit)."""
-    keep_s: float = 8.0
-    keep_lives: float = 1.0
-    """How long the most that was needed lately is kept before capacity is given up: at least this, and so many times as long
-    as a request runs, since a replica can go only when its requests are over; twice that for one over several devices."""
-    drain_s: float = 3.0
-    """What waits should be served within this time: those that wait for a load are late already."""
-    queue_max: float = 4.0
-    """Replicas that are asked for on account of what waits, at most: of a long queue each serves so small a part that none
-    would be worth its price."""
-    queue_free_s: float = 0.3
-    """Work that may wait without asking for more."""
-    late_s: float = 1.0
-    full_share: float = 0.9
-    """Requests that wait for so long while so much of all seats is taken should have seats of their own, at once."""
-    token_s: float = 0.04
-    """Time per token that is assumed where none runs."""
-    kv_factor: float = 1.25
-    """KV room over what running requests hold."""
-    kv_keep_s: float = 30.0
-    share_keep_s: float = 60.0
-    activity_s: float = 20.0
-    """Mean over which a model counts as being at work or not, for its neighbours."""
-    long_share: float = 0.006
-    """Share of requests whose prompts may be longer than what a replica's share of time allows for."""
-    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
-    ttft_used: float = 0.75
-    """Share of the time to the first token that such a prompt's own prefill may take."""
 
 
 class Largest:
@@ -77,15 +66,7 @@ class Largest:
         return entries[0][1]
 
 
-PATIENCE_S = 10.0
-"""Answers that run so long let half of the time that bursts of prompts would take from them go."""
-QUIET_LOOK_S = 1.0
-"""A model without anything to do is looked at this often."""
-SHARE_LEAST = 0.4
-"""Of a device: what a model that has a replica at all can count on for a moment."""
-BINS = 40
-BIN_FIRST_S = 0.01
-BIN_RATIO = 1.15
+BINS, BIN_FIRST_S, BIN_RATIO = LENGTH_BINS
 
 
 class Lengths:
@@ -94,13 +75,13 @@ class Lengths:
     __slots__ = ("_bins", "_total")
 
     def __init__(self) -> None:
-        self._bins = [0.0] * BINS
+        self._bins = [0.0] * int(BINS)
         self._total = 0.0
 
     def add(self, prefill_s: float, requests: int) -> None:
         """So many requests of about this length."""
         place = 0 if prefill_s <= BIN_FIRST_S else math.ceil(math.log(prefill_s / BIN_FIRST_S) / math.log(BIN_RATIO) - 0.5)
-        self._bins[min(max(place, 0), BINS - 1)] += requests
+        self._bins[min(max(place, 0), int(BINS) - 1)] += requests
         self._total += requests
         if self._total > 4000.0:
             self._bins = [count / 2 for count in self._bins]
@@ -109,7 +90,7 @@ class Lengths:
     def above(self, share: float) -> float:
         """The prefill time that only this share of requests exceeds."""
         left = self._total * share
-        for place in range(BINS - 1, -1, -1):
+        for place in range(int(BINS) - 1, -1, -1):
             left -= self._bins[place]
             if left < 0:
                 return BIN_FIRST_S * BIN_RATIO**place
@@ -168,12 +149,6 @@ class ModelNeed:
         )
 
 
-FINISHED_MIN = 20
-SEATS_FACTOR = 1.12
-SHARE_MIN_MOST = 0.9
-"""A model is never said to need more of its devices' time than this."""
-
-
 class _Tracker:
     __slots__ = (
         "busy",
@@ -195,18 +170,18 @@ class _Tracker:
         "tokens_out",
     )
 
-    def __init__(self, row: int, settings: NeedSettings) -> None:
+    def __init__(self, row: int) -> None:
         self.row = row
         self.need = ModelNeed()
         self.busy = self.resident = False
-        self.correction = Correction(settings.correction)
+        self.correction = Correction()
         self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
-        self.load_most = Largest(settings.keep_s)
-        self.share_most = Largest(settings.share_keep_s)
-        self.seats_most = Largest(settings.kv_keep_s)
-        self.kv_most = Largest(settings.kv_keep_s)
+        self.load_most = Largest(NEED_KEEP_S)
+        self.share_most = Largest(SHARE_KEEP_S)
+        self.seats_most = Largest(KV_KEEP_S)
+        self.kv_most = Largest(KV_KEEP_S)
         self.requests = self.tokens_in = 0.0
         self.finished = self.tokens_out = self.expected = 0.0
 
@@ -214,9 +189,14 @@ class _Tracker:
 class Needs:
     """Follows all models."""
 
-    def __init__(self, settings: NeedSettings | None = None) -> None:
-        self.settings = settings or NeedSettings()
-        self.headroom = Headroom(self.settings.headroom)
+    def __init__(
+        self,
+        headroom: HeadroomSettings | None = None,
+        keep_s: float = NEED_KEEP_S,
+        keep_lives: float = NEED_KEEP_LIVES,
+    ) -> None:
+        self.headroom = Headroom(headroom)
+        self._keep_s, self._keep_lives = keep_s, keep_lives
         self._trackers: dict[DeploymentKey, _Tracker] = {}
         self._free_rows: list[int] = []
         self._base = np.zeros(0)
@@ -232,7 +212,6 @@ class Needs:
         """Takes what happened since the last look; ``models`` come with their costs, corrected by what was seen. ``spare``
         is the share of devices that each could borrow from its neighbours at once, ``shares`` what its replicas have of
         their devices' time on average. The answers are in their order."""
-        s = self.settings
         trackers = self._known(models)
         rows = self.headroom.rows
         if len(self._base) != rows:
@@ -244,7 +223,7 @@ class Needs:
             requests = model.arrivals.requests
             busy = model.running > 0 or model.waiting > 0 or requests[0] > 0 or requests[1] > 0 or requests[2] > 0
             gone_s = now_s - tracker.followed_s
-            if not busy and not tracker.busy and gone_s < QUIET_LOOK_S:
+            if not busy and not tracker.busy and gone_s < LOOK_S:
                 continue
             tracker.busy = busy
             need.share = shares.get(model.record.deployment, 0.0)
@@ -252,7 +231,7 @@ class Needs:
             self._follow(now_s, min(max(1e-3, gone_s), 5.0), model, costs, tracker)
             need.mean = means[row]
             # While prompts queue each step takes a chunk of them, and decodes once beside it.
-            chunk_s = costs.prefill_token_s * s.chunk_tokens
+            chunk_s = costs.prefill_token_s * CHUNK_TOKENS
             batch = need.running / max(1, len(model.replicas))
             need.burst_share = chunk_s / (chunk_s + costs.step_const_s + batch * need.token_s)
             # Prompts go first, but answers cannot wait for ever: the less so the shorter they are.
@@ -273,8 +252,8 @@ class Needs:
             waiting = model.waiting
             need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
             # Of what waits, what can be answered meanwhile counts with its answers.
-            answers_s = waiting * need.output_tokens * need.token_s * min(1.0, s.drain_s / need.life_s)
-            need.queue = min(s.queue_max, max(0.0, need.waiting_s + answers_s - s.queue_free_s) / s.drain_s)
+            answers_s = waiting * need.output_tokens * need.token_s * min(1.0, QUEUE_DRAIN_S / need.life_s)
+            need.queue = min(QUEUE_REPLICAS_MAX, max(0.0, need.waiting_s + answers_s - QUEUE_FREE_S) / QUEUE_DRAIN_S)
             patience = need.life_s / (need.life_s + PATIENCE_S)
             burst = need.prefill / need.burst_share - standing(model, costs)
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
@@ -294,7 +273,7 @@ class Needs:
             tracker = self._trackers.get(deployment)
             if tracker is None:
                 row = self._free_rows.pop() if self._free_rows else self.headroom.add_row()
-                tracker = self._trackers[deployment] = _Tracker(row, self.settings)
+                tracker = self._trackers[deployment] = _Tracker(row)
             if replicas and not tracker.resident:  # What was used before anybody looked shows in its replicas alone.
                 used_s = max((r.last_used_s for r in replicas if r.state is ReplicaState.READY), default=-math.inf)
                 tracker.need.last_seen_s = max(tracker.need.last_seen_s, used_s)
@@ -303,7 +282,6 @@ class Needs:
         return trackers
 
     def _follow(self, now_s: float, gone_s: float, model: ModelView, costs: StepCosts, tracker: _Tracker) -> None:
-        s = self.settings
         need = tracker.need
         arrivals = model.arrivals
         requests = sum(arrivals.requests)
@@ -330,17 +308,17 @@ class Needs:
         token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
         need.token_s = token_s
         need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
-        life_s = min(max(2.0, need.output_tokens * s.token_s), 90.0)
+        life_s = min(max(2.0, need.output_tokens * TOKEN_S), 90.0)
         need.life_s = life_s
         fade = math.exp(-gone_s / life_s)
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
         tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
         by_running = model.running * token_s / tpot_s
         need.decode = max(tracker.decode, by_running)
-        tracker.load_most.span_s = max(s.keep_s, s.keep_lives * life_s * min(2, model.record.gpus))
+        tracker.load_most.span_s = max(self._keep_s, self._keep_lives * life_s * min(2, model.record.gpus))
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
-        fade = math.exp(-gone_s / s.activity_s)
+        fade = math.exp(-gone_s / ACTIVITY_S)
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
@@ -348,7 +326,7 @@ class Needs:
         need.seats = tracker.seats_most.add(now_s, SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
         need.share_min = min(
-            SHARE_MIN_MOST, tracker.lengths.above(s.long_share) / (s.ttft_used * model.record.sla.ttft_p95_ms / 1000)
+            SHARE_MIN_MOST, tracker.lengths.above(MISSED_FREE) / (TTFT_USED * model.record.sla.ttft_p95_ms / 1000)
         )
         waits = model.oldest_wait_s / (model.record.sla.ttft_p95_ms / 1000)
         cold = not any(replica.state is ReplicaState.READY for replica in model.replicas)
@@ -361,22 +339,20 @@ class Needs:
     def _seated(self, model: ModelView) -> float:
         """Requests that should have a seat now: those that run, and a few of those that wait; all that wait where they do so
         for long because no seat is free."""
-        s = self.settings
         ready = [replica for replica in model.replicas if replica.state is ReplicaState.READY]
-        if model.oldest_wait_s < s.late_s or model.running < s.full_share * sum(replica.slots for replica in ready):
+        if model.oldest_wait_s < LATE_S or model.running < SEATS_FULL_SHARE * sum(replica.slots for replica in ready):
             return model.running + min(model.waiting, 0.2 * model.running)
         seats = model.record.max_num_seqs
-        return max(model.running, len(ready) * seats) + min(model.waiting, max(s.queue_max, len(ready)) * seats)
+        return max(model.running, len(ready) * seats) + min(model.waiting, max(QUEUE_REPLICAS_MAX, len(ready)) * seats)
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's
         law when requests go on coming as they did."""
-        s = self.settings
         expected = need.input_tokens + (tracker.expected / tracker.requests if tracker.requests else need.output_tokens)
         block = model.record.block_size
         held = sum((replica.kv_pages - replica.kv_pages_free) * block for replica in model.replicas)
         busy = max(model.running + model.waiting, self._soon(model, costs, need, tracker))
-        return max(held, busy * expected) * s.kv_factor
+        return max(held, busy * expected) * KV_FACTOR
 
     def _soon(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """How many requests will run at once when they go on coming as they did (Little's law)."""

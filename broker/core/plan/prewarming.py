@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
-from broker.core.plan.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, ForecastSettings, Key
+from broker.core.plan.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, Key
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.need import ModelNeed
 from broker.core.plan.policy import (
@@ -33,55 +33,31 @@ from broker.core.plan.policy import (
     StartReplica,
 )
 from broker.core.plan.problem import Need
-from broker.core.plan.triggers import (
+from broker.core.plan.triggers import EngineReading, EvictNeighbourKv, Fact, GrowKv, LoadReplica, Triggers, actions
+from broker.core.plan.tunables import (
+    ASK_ROUNDS,
+    EXPECTED_LATE_S,
+    FORECAST_ROOM_MAX,
+    GAIN_MIN,
+    HISTORY_S,
+    HITS_KNOWN_MIN,
+    HITS_MEMORY_S,
+    HORIZON_S,
     KV_GROWTH,
-    EngineReading,
-    EvictNeighbourKv,
-    Fact,
-    GrowKv,
-    LoadReplica,
-    Triggers,
-    actions,
+    LOOK_S,
+    MOMENTS,
+    NOW_S,
+    PREFILL_SHARE_MAX,
+    QUIET_S,
+    SLACK_S,
+    TELLING_PARTS,
+    WISH_S,
 )
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState, StepCosts
 
 Pairs = Sequence[tuple[ModelView, StepCosts]]
-
-
-@dataclass(frozen=True, slots=True)
-class ProspectsSettings:
-    """How far it looks, and what it takes to act."""
-
-    forecast: ForecastSettings = field(default_factory=ForecastSettings)
-    round_s: float = 1.0
-    """Arrivals are told to the forecast this often, engines are read this often,"""
-    parts: int = 4
-    """and the telling is spread over so many looks."""
-    ask_rounds: int = 5
-    """The forecast for one model is asked for in one of so many rounds, the models in turn."""
-    history_s: float = 86_400.0
-    """With less of it there are no seasons, and only declared events count."""
-    slack_s: float = 10.0
-    """Beside the load's own time, until new capacity is of use."""
-    horizon_s: float = 120.0
-    """From there on to this the forecast is asked for so many moments: an event may be short."""
-    moments: int = 4
-    gain_min: float = 0.1
-    """A smaller change than this share of what arrives now is not worth moving anything; nor is one below the error."""
-    headroom_max: float = 1.5
-    """Room over the expected mean, as the present need has it over the present mean, at most."""
-    late_s: float = 180.0
-    """What usually comes by now is waited for so long."""
-    level_s: float = 60.0
-    """Mean over which "now" is taken."""
-    wish_s: float = 30.0
-    """How long what a trigger asked for stays in the plan, beside the load's own time."""
-    hits_known_min: float = 0.05
-    """Where the best share of prompt tokens that was found in the cache is below this, there is hardly a prefix to find."""
-    hits_memory_s: float = 3_600.0
-    prefill_share_max: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +74,8 @@ class Expected:
 class Prospects:
     """See the module. :meth:`look` at each look, then :meth:`adjusted` per model while planning, then :meth:`told`."""
 
-    def __init__(self, settings: ProspectsSettings | None = None, scores: DeviceScores | None = None) -> None:
-        self.settings = settings or ProspectsSettings()
-        self.forecaster = Forecaster(self.settings.forecast)
+    def __init__(self, scores: DeviceScores | None = None) -> None:
+        self.forecaster = Forecaster()
         self.triggers = Triggers()
         self.scores = scores
         self._arrived: dict[DeploymentKey, list[int]] = {}
@@ -137,7 +112,6 @@ class Prospects:
 
     def look(self, now_s: float, view: PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
         """Takes what arrived and what engines say; ``needs`` are in the order of ``pairs``."""
-        s = self.settings
         for model, _ in pairs:
             arrivals = model.arrivals
             if any(arrivals.requests):
@@ -145,7 +119,7 @@ class Prospects:
                 known = self._arrived.get(model.record.deployment)
                 total = new if known is None else map(int.__add__, known, new)
                 self._arrived[model.record.deployment] = list(total)
-        if now_s - self._round_s < s.round_s - 1e-6:
+        if now_s - self._round_s < LOOK_S - 1e-6:
             if self._telling:
                 self._tell(self._part)
             return
@@ -165,7 +139,7 @@ class Prospects:
         self._began_s = min(self._began_s, now_s)
         # Until it is as old as its time constant the running mean is the plain one.
         age_s = max(now_s - self._began_s, 1e-9)
-        fade = min(math.exp(-gone_s / self.settings.level_s), max(0.0, 1.0 - gone_s / age_s))
+        fade = min(math.exp(-gone_s / NOW_S), max(0.0, 1.0 - gone_s / age_s))
         present: dict[DeploymentKey, None] = {}
         for (model, costs), need in zip(pairs, needs, strict=True):
             deployment = model.record.deployment
@@ -189,7 +163,7 @@ class Prospects:
         for known in (self._levels, self._expected, self._usual, self._best_hits, self._step_ratio, self._why):
             for deployment in [gone for gone in known if gone not in present]:
                 del known[deployment]
-        self._part = max(1, -(-len(self._telling) // self.settings.parts))
+        self._part = max(1, -(-len(self._telling) // TELLING_PARTS))
         self._told_all = False
 
     def _tell(self, most: int) -> None:
@@ -206,25 +180,24 @@ class Prospects:
 
     def _follow(self, now_s: float, view: PoolView, pairs: Pairs) -> None:
         """Asks the forecast for each model that it can say something of, one now and then."""
-        s = self.settings
         if view.events != self._events or (view.events and abs(view.unix_offset_s - self._events_offset_s) > 1.0):
             self._declare(view)
         self._rounds += 1
         asks_all, self._asks_all = self._asks_all, False
         for place, (model, _) in enumerate(pairs):
-            if not asks_all and (place + self._rounds) % s.ask_rounds:
+            if not asks_all and (place + self._rounds) % ASK_ROUNDS:
                 continue
             deployment = model.record.deployment
             key = (deployment, ALL_CLASSES)
-            soon_s = model.load_s + s.slack_s
-            step_s = max(0.0, s.horizon_s - soon_s) / (s.moments - 1)
-            ahead_s = [soon_s + step_s * place for place in range(s.moments)]
+            soon_s = model.load_s + SLACK_S
+            step_s = max(0.0, HORIZON_S - soon_s) / (MOMENTS - 1)
+            ahead_s = [soon_s + step_s * place for place in range(MOMENTS)]
             event = self._event_of(deployment, now_s, now_s + ahead_s[-1])
-            if event is None and self.forecaster.observed_s(key) < s.history_s:
+            if event is None and self.forecaster.observed_s(key) < HISTORY_S:
                 self._expected.pop(deployment, None)
                 continue
             rates = [self.forecaster.rate_at(now_s, key, ahead) for ahead in ahead_s]
-            error = self.forecaster.predict(now_s, key, s.horizon_s).error
+            error = self.forecaster.predict(now_s, key, HORIZON_S).error
             name = event.name if event is not None else ""
             self._expected[deployment] = self._by_season(now_s, key, ahead_s[-1], Expected(max(rates), error, name))
 
@@ -236,7 +209,7 @@ class Prospects:
         if found is not None and abs(found[0]) > found[1]:
             change, miss = found
             if change > 0:
-                self._usual[deployment] = (now_s + ahead_s + self.settings.late_s, now + change, miss)
+                self._usual[deployment] = (now_s + ahead_s + EXPECTED_LATE_S, now + change, miss)
             elif not expected.by_event:
                 self._usual.pop(deployment, None)
                 return Expected(max(0.0, now + change), miss)
@@ -328,7 +301,7 @@ class Prospects:
         """What a step with this batch takes by the profile, prompts that share steps with answers counted on average."""
         tokens = (replica.kv_pages - replica.kv_pages_free) * model.record.block_size
         decode_s = costs.step_const_s + replica.running * costs.step_request_s + tokens * costs.step_context_token_s
-        share = min(self.settings.prefill_share_max, need.mean / max(1, len(model.replicas)))
+        share = min(PREFILL_SHARE_MAX, need.mean / max(1, len(model.replicas)))
         return max(1e-6, decode_s / (1.0 - share))
 
     def _hits(self, deployment: DeploymentKey, ratio: float | None) -> float | None:
@@ -336,9 +309,9 @@ class Prospects:
         taken to be the best that was found within the last hour or so."""
         if ratio is None:
             return None
-        fade = math.exp(-self.settings.round_s / self.settings.hits_memory_s)
+        fade = math.exp(-LOOK_S / HITS_MEMORY_S)
         best = self._best_hits[deployment] = max(ratio, self._best_hits.get(deployment, 0.0) * fade)
-        return ratio / best if best >= self.settings.hits_known_min else None
+        return ratio / best if best >= HITS_KNOWN_MIN else None
 
     def _score(self, now_s: float, pairs: Pairs) -> None:
         assert self.scores is not None
@@ -353,7 +326,6 @@ class Prospects:
                 self._weights.update({ReplicaId(replica): weight for replica, weight in found.items()})
 
     def _act(self, now_s: float, view: PoolView, pairs: Pairs, facts: tuple[Fact, ...]) -> None:
-        s = self.settings
         free_bytes = {key: device.free_planned_bytes for key, device in view.devices.items()}
         fixed = {replica.replica for model, _ in pairs if not model.resizes_kv for replica in model.replicas}
         for action in actions(facts, self._replicas, free_bytes):
@@ -362,17 +334,17 @@ class Prospects:
                 continue
             before = self._replicas[action.replica]
             was = before.kv_bytes if isinstance(action, ResizeReplicaKv) else before.slots
-            self._held[action.replica] = (now_s + self.triggers.settings.quiet_s, action, was)
+            self._held[action.replica] = (now_s + QUIET_S, action, was)
             self._actions.append(action)
         models = {model.record.deployment: model for model, _ in pairs}
         for fact in facts:
             match fact:
                 case LoadReplica():
                     model = models[fact.deployment]
-                    until_s, count = now_s + s.wish_s + model.load_s, len(model.replicas) + 1
+                    until_s, count = now_s + WISH_S + model.load_s, len(model.replicas) + 1
                     self._more_replicas[fact.deployment] = (until_s, count, fact.reason)
                 case GrowKv() | EvictNeighbourKv():
-                    self._more_kv[self._replicas[fact.replica].deployment] = (now_s + s.wish_s, fact.reason)
+                    self._more_kv[self._replicas[fact.replica].deployment] = (now_s + WISH_S, fact.reason)
                 case _:
                     pass  # Its action says all.
 
@@ -403,21 +375,20 @@ class Prospects:
         return wanted
 
     def _raised(self, wanted: Need, need: ModelNeed, expected: Expected) -> tuple[Need, str]:
-        s = self.settings
         now = self._levels.get(wanted.model, 0.0)
-        change = max(s.gain_min * now, 0.0 if expected.by_event else expected.error)
+        change = max(GAIN_MIN * now, 0.0 if expected.by_event else expected.error)
         cause = f"the event {expected.by_event!r}" if expected.by_event else "the forecast"
         if expected.rate - now > change:
             mean = need.mean + need.decode
             room = (need.load - need.queue) / mean if mean > 0.1 * expected.rate else 1.2
-            load = expected.rate * min(max(room, 1.0), s.headroom_max)
+            load = expected.rate * min(max(room, 1.0), FORECAST_ROOM_MAX)
             keep = max(load, wanted.load, wanted.load_keep or 0.0)
             wanted = replace(wanted, load=max(wanted.load, load), load_keep=keep, replicas_min=max(wanted.replicas_min, 1))
             if wanted.idle_s:  # Work that comes makes it no place for others to take.
                 wanted = replace(wanted, idle_s=0.0, lack_none=max(wanted.lack_none, 1.0))
-            return wanted, f"{cause} expects work of {expected.rate:.2f} within {s.horizon_s:.0f} s, now {now:.2f}"
+            return wanted, f"{cause} expects work of {expected.rate:.2f} within {HORIZON_S:.0f} s, now {now:.2f}"
         if now - expected.rate > change and wanted.load_keep is not None and wanted.load_keep > wanted.load:
-            told = f"{cause} expects less work, {expected.rate:.2f} within {s.horizon_s:.0f} s, now {now:.2f}"
+            told = f"{cause} expects less work, {expected.rate:.2f} within {HORIZON_S:.0f} s, now {now:.2f}"
             return replace(wanted, load_keep=wanted.load), told
         return wanted, ""
 

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from broker.core.plan.tunables import BOOST_MAX, CLASS_SHARES, WEIGHT_MAX, WEIGHT_SCALE
 from subjects.messages import SlaClass
 
-CLASS_VALUES: Mapping[SlaClass, int] = {SlaClass.GOLD: 8, SlaClass.SILVER: 4, SlaClass.BRONZE: 2, SlaClass.BATCH: 1}
+CLASS_VALUES: Mapping[SlaClass, int] = dict(zip(SlaClass, CLASS_SHARES, strict=True))
 """Turns by class where all requests are alike; the weights of a replica that was told none."""
-WEIGHT_MAX = 64
-_SCALE = 4
-"""Whole numbers this much finer than the class values keep apart densities that differ by a quarter."""
-BOOST_MAX = 4.0
 
 
 def class_weights(density: Mapping[SlaClass, float], boost: Mapping[SlaClass, float] | None = None) -> dict[str, int]:
@@ -34,7 +31,7 @@ def class_weights(density: Mapping[SlaClass, float], boost: Mapping[SlaClass, fl
         if not share > 0.0:
             raise ValueError(f"density of {sla_class.value} must be above 0")
         raised = min(BOOST_MAX, max(1.0, boost.get(sla_class, 1.0) if boost else 1.0))
-        weight = round(_SCALE * CLASS_VALUES[sla_class] * min(raised / share, 2 * raised))
+        weight = round(WEIGHT_SCALE * CLASS_VALUES[sla_class] * min(raised / share, 2 * raised))
         least = max(least, min(WEIGHT_MAX, weight))
         weights[sla_class.value] = least
     return {sla_class.value: weights[sla_class.value] for sla_class in SlaClass}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from broker.core.plan.sharing import SHARING_KEEPS
+from broker.core.plan.tunables import DEVICE_PRICE, LOAD_PRICE, REPLICA_PRICE, SHARING_KEEPS
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 
@@ -105,11 +105,9 @@ class Block:
 class Prices:
     """What things cost beside lost value. A model of value 1000 that lacks a thousandth of its load weighs a device."""
 
-    device: float = 1.0
-    load: float = 0.2
-    """For each second of a load, on each of its devices."""
-    block: float = 0.02
-    """For each replica on each of its devices: what is not needed goes."""
+    device: float = DEVICE_PRICE
+    load: float = LOAD_PRICE
+    block: float = REPLICA_PRICE
 
 
 @dataclass(frozen=True, slots=True)

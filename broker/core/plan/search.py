@@ -14,13 +14,7 @@ from itertools import combinations, islice
 
 from broker.core.plan.layout import Layout, Score
 from broker.core.plan.problem import Block, Problem
-
-TAKEOVERS_MAX = 16
-"""Groups of linked devices that others might have to leave for one replica that spans several."""
-GROUPS_MAX = 70
-"""Choices of a group's devices that are looked at for one replica that spans several,"""
-PLACES_MAX = 280
-"""and those of all groups together, but one of each, and its empty devices."""
+from broker.core.plan.tunables import GROUPS_MAX, PLACES_MAX, TAKEOVERS_MAX, THRIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +384,6 @@ class Search:
             layout.rollback(mark)
         layout.keep = keep
         return better
-
-
-THRIFT = 0.3
-"""What every change costs beside its price, when changes are compared by what they bring for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 
-BIN_S = 300
+from broker.core.plan.tunables import BIN_S, DAY_SHARE, WEEK_SHARE, ZERO_RUN_MAX
+
 DAY_BINS = 86_400 // BIN_S
 WEEK_BINS = 7 * DAY_BINS
-_DAY_SHARE = 0.35
-"""How much a new day counts against all earlier ones; the last five days make up nine tenths."""
-_WEEK_SHARE = 0.5
-_UNKNOWN = -1.0
-_ANSWERS_MAX = 64
+_UNKNOWN = -math.inf
 
 
 class _Table:
@@ -61,15 +59,15 @@ class Seasons:
         self.bins += 1
         self._known.clear()
         if self._day is None:
-            self._day = _Table(DAY_BINS, _DAY_SHARE)
+            self._day = _Table(DAY_BINS, DAY_SHARE)
         before = self._day.own(bin_number)
         if before is not None:
             if self._day_miss is None:
-                self._day_miss = _Table(DAY_BINS, _DAY_SHARE)
+                self._day_miss = _Table(DAY_BINS, DAY_SHARE)
             self._day_miss.learn(bin_number, abs(rate - before))
         self._day.learn(bin_number, rate)
         if self._week is None and self.bins > DAY_BINS:
-            self._week = _Table(WEEK_BINS, _WEEK_SHARE)
+            self._week = _Table(WEEK_BINS, WEEK_SHARE)
         if self._week is not None:
             self._week.learn(bin_number, rate)
 
@@ -99,7 +97,7 @@ class Seasons:
         asked = (week, first, last)
         if asked in self._known:
             return self._known[asked]
-        if len(self._known) >= _ANSWERS_MAX:
+        if len(self._known) >= ZERO_RUN_MAX:
             self._known.clear()
         total: float | None = 0.0
         for number in range(first, last + 1):

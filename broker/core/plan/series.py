@@ -13,34 +13,29 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
-from broker.core.plan.seasons import BIN_S, Seasons
+from broker.core.plan.seasons import WEEK_BINS, Seasons
+from broker.core.plan.tunables import (
+    BIN_S,
+    DAY_LEANING,
+    HORIZONS_S,
+    JUDGE_POWER,
+    JUDGED_EVERY_S,
+    JUDGEMENTS,
+    LOOK_S,
+    SEASON_HORIZON_S_MIN,
+    SERIES_MEANS_S,
+    SLOPE_S,
+    SURGE_DEVIATIONS,
+    SURGE_REQUESTS_MIN,
+    ZERO_RUN_MAX,
+)
 
-WINDOW_S = 1
-HORIZONS_S = (1, 3, 10, 120, 1800)
-"""Horizons at which forecasts are judged; a horizon in between uses the nearest one's weights."""
-_STRIDES = (5, 5, 10, 30, 300)
-"""Seconds between two judgements per horizon."""
-_MEMORY = (150, 150, 120, 120, 288)
-"""Judgements that count, per horizon: from a quarter of an hour to a day, since a season proves itself once a day."""
-_MEANS_S = (2.0, 10.0, 60.0, 300.0, 1800.0)
-"""Time constants of the running means."""
-_SHARES = tuple(1.0 - math.exp(-WINDOW_S / tau_s) for tau_s in _MEANS_S)
-_TREND_S = _MEANS_S[3] - _MEANS_S[2]
+WINDOW_S = int(LOOK_S)
+_SHARES = tuple(1.0 - math.exp(-WINDOW_S / tau_s) for tau_s in SERIES_MEANS_S)
+_TREND_S = SERIES_MEANS_S[3] - SERIES_MEANS_S[2]
 """A running mean lags by its time constant, so two of them give a slope over the difference."""
-_DAMPING_S = 300.0
-"""A slope is followed for that long, fading."""
-_POWER = 5
-_SURGE_DEVIATIONS = 8.0
-"""One heavy request after a calm, of whatever size, moves the means by 7.4."""
-_SURGE_REQUESTS_MIN = 4.0
-_SEASON_HORIZON_S_MIN = 60.0
-"""Below this the time of day says nothing that the last minutes do not say better."""
-_DAY_SHARE = 0.4
-"""Where the day has a weak shape, leaning towards it does better than following it (ServeGen, three models, a week)."""
-_PAST_BINS = 12
+_PAST_BINS = 3600 // BIN_S
 """The longest running mean speaks of about the last hour."""
-_ZERO_RUN_MAX = 64
-"""Longer runs without load are closed at once, and not judged."""
 
 
 class Ring:
@@ -124,7 +119,7 @@ class Series:
         self.last_load = window
         self._open_work = 0.0
         self._open_requests = 0
-        self._means = [0.0] * len(_MEANS_S)
+        self._means = [0.0] * len(SERIES_MEANS_S)
         self._last = 0.0
         self._variance = 0.0
         self._requests = 0.0
@@ -152,7 +147,7 @@ class Series:
         self._close(self._open_work, self._open_requests, bin_offset_s)
         self._open_work, self._open_requests = 0.0, 0
         behind -= 1
-        if behind > _ZERO_RUN_MAX:
+        if behind > ZERO_RUN_MAX:
             self._skip(behind, bin_offset_s)
         else:
             for _ in range(behind):
@@ -181,7 +176,7 @@ class Series:
         self._requests += _SHARES[1] * (requests - self._requests)
         self._total += work
         self._count_season(work, bin_offset_s)
-        for place, stride in enumerate(_STRIDES):
+        for place, stride in enumerate(JUDGED_EVERY_S):
             if self.windows % stride == 0:
                 self._judge(place, bin_offset_s)
 
@@ -239,20 +234,20 @@ class Series:
     def surge(self) -> float | None:
         """The rate of the last seconds where it lies far above what noise explains, else None."""
         fast = self._means[0] if self._means[0] < self._means[1] else self._means[1]
-        if self._requests * _MEANS_S[1] < _SURGE_REQUESTS_MIN:
+        if self._requests * SERIES_MEANS_S[1] < SURGE_REQUESTS_MIN:
             return None
         # A running mean over tau seconds has the noise of 2 tau of them.
-        noise = math.sqrt(self._variance / (2.0 * _MEANS_S[1]))
-        return fast if fast - self._means[3] > _SURGE_DEVIATIONS * noise else None
+        noise = math.sqrt(self._variance / (2.0 * SERIES_MEANS_S[1]))
+        return fast if fast - self._means[3] > SURGE_DEVIATIONS * noise else None
 
     def _experts(self, begin_s: float, end_s: float, bin_offset_s: float) -> list[float]:
         means = self._means
         middle_s = 0.5 * (begin_s + end_s)
         slope = (means[2] - means[3]) / _TREND_S
         # The shorter mean speaks of a time constant ago; from there the slope fades.
-        ahead_s = _DAMPING_S * (1.0 - math.exp(-(middle_s + _MEANS_S[2]) / _DAMPING_S))
+        ahead_s = SLOPE_S * (1.0 - math.exp(-(middle_s + SERIES_MEANS_S[2]) / SLOPE_S))
         trend = max(0.0, means[2] + slope * ahead_s)
-        if end_s < _SEASON_HORIZON_S_MIN or not self.seasons.bins:
+        if end_s < SEASON_HORIZON_S_MIN or not self.seasons.bins:
             return [*means, trend, self._last, (means[0] + self._last) / 2, means[3]]
         base = means[4]
         now_s = self.window + bin_offset_s
@@ -265,7 +260,7 @@ class Series:
             *means,
             trend,
             by_day,
-            base if day is None else _DAY_SHARE * day + (1.0 - _DAY_SHARE) * base,
+            base if day is None else DAY_LEANING * day + (1.0 - DAY_LEANING) * base,
             by_day if week is None else _scaled(base, week_past, week),
         ]
 
@@ -277,7 +272,7 @@ class Series:
         floor = 1e-12 + 1e-6 * max(judged.errors)
         weight_sum = value = 0.0
         for error, expert in zip(judged.errors, experts, strict=True):
-            weight = ((best + floor) / (error + floor)) ** _POWER
+            weight = ((best + floor) / (error + floor)) ** JUDGE_POWER
             weight_sum += weight
             value += weight * expert
         return value / weight_sum
@@ -293,7 +288,7 @@ class Series:
                 continue  # Not looked at in time: what came after it would count too.
             came = (self._total - total) / horizon_s
             judged.count += 1
-            share = max(1.0 / _MEMORY[place], 1.0 / judged.count)
+            share = max(1.0 / JUDGEMENTS[place], 1.0 / judged.count)
             errors = judged.errors
             for number, expert in enumerate(experts):
                 miss = expert - came
@@ -304,10 +299,10 @@ class Series:
         pending.append((self.window + horizon_s, self._total, experts, self._mixed(judged, experts)))
 
 
-_EXPERTS = len(_MEANS_S) + 4
-_UNJUDGED = 2
+_EXPERTS = len(SERIES_MEANS_S) + 4
+_UNJUDGED = SERIES_MEANS_S.index(60.0)
 """The mean of the last minute, while nothing is known of how the simple forecasts do."""
-_BINS_MAX = 2016
+_BINS_MAX = WEEK_BINS
 
 
 def _nearest(horizon_s: float) -> int:

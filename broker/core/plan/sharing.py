@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-SHARING_KEEPS = 0.97
-"""What is left of a device's speed when several replicas take turns on it."""
-STARVED_POWER = 3
-"""A replica that is too slow for its longest prompts counts by the share of time that it has, of the one it needs, to this
-power: little, but more where less is missing."""
+from broker.core.plan.tunables import SHARING_KEEPS, STARVED_POWER
 
 
 def served_share(share: float, share_min: float) -> float:

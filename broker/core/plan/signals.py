@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from broker.core.plan.tunables import FRAGMENTATION_MAX
 from subjects.ids import DeploymentKey
 
 # -------------------------------------------------------------------------------------------------- fairness, interference
-
-FAIRNESS_LEVEL = 0.8
-"""The source's level. At target throughput the index reaches it only while p95 is below a fifth of the SLO."""
-INTERFERENCE_SEPARATES = 35.0
-INTERFERENCE_FAILS = 40.0
 
 
 def fairness_index(throughput: float, target: float, p95_s: float, slo_s: float) -> float:
@@ -46,9 +42,6 @@ def most_disturbing(by_source: Mapping[DeploymentKey, float]) -> DeploymentKey |
 
 
 # ------------------------------------------------------------------------------------------------- fragmentation, latency
-
-FRAGMENTATION_MAX = 0.3
-"""Placements prefer devices below it (SCH-2)."""
 
 
 def fits_whole(needed_bytes: int, free_runs: Sequence[int]) -> bool:

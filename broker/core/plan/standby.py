@@ -15,14 +15,8 @@ from itertools import islice
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look
 from broker.core.plan.problem import Block, Need
+from broker.core.plan.tunables import SPARE_BESIDE_SHARE_MAX, SPARE_LIFE_S_MAX, SPARE_SHARE
 from subjects.ids import DeploymentKey, ReplicaId
-
-LIFE_S_MAX = 10.0
-"""Models whose requests run for longer get no spares: a rush would weigh on the neighbours long after it."""
-SHARE_MIN_MAX = 0.5
-"""Nor do devices of models that need more than half of their time."""
-SPARE_SHARE = 0.45
-"""Share of a device that a spare has in a rush: a neighbour works there too."""
 
 
 @dataclass(slots=True)
@@ -58,7 +52,9 @@ class SpareChooser:
             if not on or len(on) >= problem.sites[site].residents_max:
                 continue
             if all(
-                need.co_locates and max(need.share_min, need.share_floor) <= SHARE_MIN_MAX and need.tenant == on[0].tenant
+                need.co_locates
+                and max(need.share_min, need.share_floor) <= SPARE_BESIDE_SHARE_MAX
+                and need.tenant == on[0].tenant
                 for need in on
             ):
                 self._tenant[site] = on[0].tenant
@@ -85,7 +81,7 @@ class SpareChooser:
         order = []
         for index, seen in enumerate(self._look.needs):
             need = problem.needs[index]
-            if need.gpus > 1 or not need.replicas_min or not need.co_locates or seen.life_s > LIFE_S_MAX:
+            if need.gpus > 1 or not need.replicas_min or not need.co_locates or seen.life_s > SPARE_LIFE_S_MAX:
                 continue
             lacking = level * seen.level - seen.burst_share * self._layout.capacity(index)
             if lacking > 0:

@@ -22,33 +22,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, SetReplicaConcurrency
+from broker.core.plan.tunables import (
+    EVICT_RATIO,
+    HIT_RATIO_EVICTS,
+    HIT_RATIO_GROWS_KV,
+    KEPT_MAX,
+    KV_GROWTH,
+    QUEUE_EVICTS,
+    QUIET_S,
+    SLOTS_EASED,
+    SLOTS_MIN,
+    STALL_S,
+)
 from broker.core.plan.windows import InRow
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
-
-HIT_RATIO_GROWS_KV = 0.85
-HIT_RATIO_EVICTS = 0.70
-QUEUE_EVICTS = 50
-EVICT_RATIO = 0.30
-STALL_S = 0.005
-KV_GROWTH = 1.25
-SLOTS_EASED = 0.75
-SLOTS_MIN = 4
-QUIET_S = 10.0
-"""The same fact about the same replica or model is told again only after this, so that an operation can take effect."""
-_KEYS_MAX = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class TriggerSettings:
-    """The levels, and how long one fact is told once."""
-
-    hit_ratio_grows_kv: float = HIT_RATIO_GROWS_KV
-    hit_ratio_evicts: float = HIT_RATIO_EVICTS
-    queue_evicts: int = QUEUE_EVICTS
-    evict_ratio: float = EVICT_RATIO
-    stall_s: float = STALL_S
-    quiet_s: float = QUIET_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +102,7 @@ Fact = EvictNeighbourKv | LoadReplica | GrowKv | EaseContention
 class Triggers:
     """Applies the rules to readings, three in a row for what is noisy, and tells each fact once per ``quiet_s``."""
 
-    def __init__(self, settings: TriggerSettings | None = None) -> None:
-        self.settings = settings or TriggerSettings()
+    def __init__(self) -> None:
         self._rows = InRow()
         self._told_s: dict[tuple[str, str], float] = {}
 
@@ -131,35 +118,34 @@ class Triggers:
                 urgent += self._evict_and_load(now_s, reading, beside[reading.replica])
             if self._misses(now_s, reading) and self._tell(now_s, "grow", reading.replica):
                 assert reading.hit_ratio is not None
-                why = f"prefix hits {reading.hit_ratio:.0%} are under {self.settings.hit_ratio_grows_kv:.0%}"
+                why = f"prefix hits {reading.hit_ratio:.0%} are under {HIT_RATIO_GROWS_KV:.0%}"
                 growing.append(GrowKv(reading.replica, KV_GROWTH, why))
             contended += self._contends(now_s, reading, beside[reading.replica])
         return tuple(urgent + growing + contended)
 
     def _starved(self, now_s: float, reading: EngineReading) -> bool:
-        s = self.settings
-        low = reading.hit_ratio is not None and reading.hit_ratio < s.hit_ratio_evicts
-        return self._rows.read(now_s, ("queue", reading.replica), low and reading.waiting > s.queue_evicts)
+        low = reading.hit_ratio is not None and reading.hit_ratio < HIT_RATIO_EVICTS
+        return self._rows.read(now_s, ("queue", reading.replica), low and reading.waiting > QUEUE_EVICTS)
 
     def _misses(self, now_s: float, reading: EngineReading) -> bool:
-        low = reading.hit_ratio is not None and reading.hit_ratio < self.settings.hit_ratio_grows_kv
+        low = reading.hit_ratio is not None and reading.hit_ratio < HIT_RATIO_GROWS_KV
         return self._rows.read(now_s, ("hits", reading.replica), low)
 
     def _evict_and_load(self, now_s: float, reading: EngineReading, beside: list[EngineReading]) -> list[Fact]:
         assert reading.hit_ratio is not None
         why = f"{reading.waiting} requests wait with prefix hits at {reading.hit_ratio:.0%}"
         facts: list[Fact] = []
-        givers = [other for other in beside if not other.stays and other.waiting <= self.settings.queue_evicts]
+        givers = [other for other in beside if not other.stays and other.waiting <= QUEUE_EVICTS]
         victim = min(givers, key=lambda other: (other.waiting, other.replica), default=None)
         if victim is not None and self._tell(now_s, "evict", reading.replica):
-            facts.append(EvictNeighbourKv(reading.replica, victim.replica, self.settings.evict_ratio, why))
+            facts.append(EvictNeighbourKv(reading.replica, victim.replica, EVICT_RATIO, why))
         if self._tell(now_s, "load", reading.deployment):
             facts.append(LoadReplica(reading.deployment, why))
         return facts
 
     def _contends(self, now_s: float, reading: EngineReading, beside: list[EngineReading]) -> list[Fact]:
         stall_s = reading.step_s - reading.step_alone_s if reading.step_s is not None and reading.step_alone_s else 0.0
-        held = self._rows.read(now_s, ("stall", reading.replica), stall_s > self.settings.stall_s)
+        held = self._rows.read(now_s, ("stall", reading.replica), stall_s > STALL_S)
         others = [other for other in beside if not other.stays]
         if not held or not others:
             return []
@@ -170,11 +156,11 @@ class Triggers:
 
     def _tell(self, now_s: float, what: str, whom: str) -> bool:
         told_s = self._told_s.get((what, whom))
-        if told_s is not None and now_s - told_s < self.settings.quiet_s:
+        if told_s is not None and now_s - told_s < QUIET_S:
             return False
         self._told_s.pop((what, whom), None)
         self._told_s[(what, whom)] = now_s
-        while len(self._told_s) > _KEYS_MAX:
+        while len(self._told_s) > KEPT_MAX:
             del self._told_s[next(iter(self._told_s))]
         return True
 

@@ -19,25 +19,17 @@ from dataclasses import dataclass, field
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look
 from broker.core.plan.problem import Block, Need
+from broker.core.plan.tunables import (
+    BIDS_MAX,
+    FAILING_IDLE_S,
+    IDLE_HALF_S,
+    IDLE_PRICE,
+    LATE_S,
+    SITES_MAX,
+    TURN_S,
+    WAIT_BOUND_S,
+)
 from subjects.ids import ReplicaId
-
-TURN_S = 8.0
-"""A busy model's only replica yields to one that has waited longer than this (or than what two loads cost, where that is
-longer), in seconds of equal value."""
-WAIT_BOUND_S = 20.0
-"""Who has waited for so long bids as the highest class does: no class waits without end."""
-IDLE_PRICE = 20.0
-"""What a place of an idle model costs, in devices: less than a second's waiting of the lowest class, more than a device,"""
-IDLE_HALF_S = 600.0
-"""and half of it after so long."""
-LATE_S = 2.0
-"""A model whose requests wait for so long beside its own replicas gets the places of idle ones."""
-FAILING_IDLE_S = 60.0
-"""A model whose last load failed gets only places that nobody has used for so long."""
-BIDS_MAX = 32
-"""Bidders of one look, the most urgent first: it must stay short in a large pool,"""
-SITES_MAX = 4096
-"""and looks at no more than so many devices in all."""
 
 
 @dataclass(frozen=True, slots=True)

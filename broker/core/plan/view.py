@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from broker.core.plan.costs import CostBook
 from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.plan_input import fixed_bytes
@@ -14,7 +16,6 @@ from broker.core.pool.transactions import Transactions
 from subjects.ids import DeploymentKey, ReplicaId, base_name
 from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
 
-UNBOUNDED = 1 << 30
 _NO_ARRIVALS = Arrivals()
 
 
@@ -60,7 +61,7 @@ class ViewBuilder:
             now_s=now_s,
             models=models,
             devices=self._devices(),
-            models_per_device_max=self._settings.models_per_device_max or UNBOUNDED,
+            models_per_device_max=self._settings.models_per_device_max or sys.maxsize,
             unix_offset_s=self.unix_offset_s,
             events=self._expected(),
         )

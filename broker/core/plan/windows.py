@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
-from broker.core.plan.signals import FAIRNESS_LEVEL
-
-READING_S = 0.2
-"""Cadence of fairness readings."""
-READINGS_IN_ROW = 3
+from broker.core.plan.tunables import FAIRNESS_LEVEL, KEPT_MAX, READING_S, READINGS_IN_ROW
 
 
 class InRow:
     """Says of each key when a condition held in so many readings in a row; a reading that comes too soon does not count."""
 
-    def __init__(self, readings: int = READINGS_IN_ROW, reading_s: float = READING_S, keys_max: int = 4096) -> None:
+    def __init__(self, readings: int = READINGS_IN_ROW, reading_s: float = READING_S, keys_max: int = KEPT_MAX) -> None:
         self._readings = readings
         self._reading_s = reading_s
         self._keys_max = keys_max

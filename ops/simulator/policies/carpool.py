@@ -10,11 +10,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
 from broker.core.plan.headroom import HeadroomSettings
-from broker.core.plan.need import NeedSettings
 from ops.simulator.types import PolicyContext
 
 NO_HEADROOM = HeadroomSettings(
@@ -37,8 +34,7 @@ def carpool(context: PolicyContext) -> Coordinator:
 
 def without_forecast(context: PolicyContext) -> Coordinator:
     """Factory of ``carpool-no-forecast``."""
-    needs = replace(NeedSettings(), headroom=NO_HEADROOM)
-    return _Named("carpool-no-forecast", CoordinatorSettings(needs=needs, spare_level=0.0, prospects=None))
+    return _Named("carpool-no-forecast", CoordinatorSettings(headroom=NO_HEADROOM, spare_level=0.0, foresees=False))
 
 
 def without_coresidence(context: PolicyContext) -> Coordinator:
@@ -53,5 +49,7 @@ def without_resize(context: PolicyContext) -> Coordinator:
 
 def without_grouping(context: PolicyContext) -> Coordinator:
     """Factory of ``carpool-no-grouping``."""
-    needs = replace(NeedSettings(), keep_s=0.0, keep_lives=0.0)
-    return _Named("carpool-no-grouping", CoordinatorSettings(needs=needs, stay_s=0.0, calm_s=0.0, close_s=0.0, keep_s=60.0))
+    settings = CoordinatorSettings(
+        need_keep_s=0.0, need_keep_lives=0.0, residency_s=0.0, calm_s=0.0, close_s=0.0, keep_s=60.0
+    )
+    return _Named("carpool-no-grouping", settings)
