@@ -634,8 +634,9 @@ def test_advice_says_what_acting_would_save() -> None:
     pool.tell()
     assert [command for command in commands(pool.demand(a=1.0)) if isinstance(command, LoadModel)] == []
     pool.tick(2.0)
-    (load,) = [text for model, text in pool.advice() if model == "a" and text.startswith("would load: 1 waiting for 1")][:1]
-    assert "; acting would save all but 16 s of each wait; b-" in load and load.endswith(" would leave")
+    load = next(text for model, text in pool.advice() if model == "a")
+    assert load.startswith("would load: 1 waiting for ") and load.endswith(" would leave")
+    assert "; acting would save all but 20 s of each wait; b-" in load
     assert pool.refusal("a").startswith("not loaded, and nothing is loaded by itself in its mode advise")
     idle = Pool(advised)
     idle.core.policy = Coordinator()

@@ -30,18 +30,20 @@ def advice(look: Look, blocks: list[Block], value_max: float, trials_max: int) -
     devices = layout.devices
     search = Search(layout, trials_max)
     search.grow(only=sorted(advised))
-    turns = {(turn.need, turn.sites): turn.victims for turn in Turns(free, layout, value_max).take(only=advised)}
+    Turns(free, layout, value_max).take(only=advised)
     search.trim()
     kept = named(layout)
+    staying = {block.replica for block in kept}
+    leaving = [block for block in blocks if block.replica is not None and block.replica not in staying]
     actions: list[Action] = []
     for block in kept:
         if block.replica is None and block.need in advised:
             keys = tuple(look.problem.sites[site].key for site in block.sites)
             model = look.models[block.need]
-            actions.append(StartReplica(model.record.deployment, keys, _saved_s(model), turns.get(block.place, ())))
-    staying = {block.replica for block in kept}
-    for block in blocks:
-        if block.need in advised and block.replica is not None and block.replica not in staying:
+            victims = tuple(b.replica for b in leaving if b.replica is not None and not set(b.sites).isdisjoint(block.sites))
+            actions.append(StartReplica(model.record.deployment, keys, _saved_s(model), victims))
+    for block in leaving:
+        if block.need in advised and block.replica is not None:
             saved = max(0, devices - layout.devices)
             reason = f"the rest carries it; acting would save {saved} {'device' if saved == 1 else 'devices'}"
             actions.append(StopReplica(block.replica, reason))
