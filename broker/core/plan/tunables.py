@@ -91,7 +91,7 @@ TURN_S = tunable(
 WAIT_BOUND_S = tunable(
     20.0, "s", 1, 300, "who has waited for so long bids as the highest class does: no class waits without end"
 )
-LATE_S = tunable(2.0, "s", 0.2, 60, "whose requests wait for so long beside its own replicas gets the places of idle models")
+LATE_S = tunable(1.0, "s", 0.1, 60, "requests that wait so long have waited: seats, idle places and advice are looked for")
 FAILING_IDLE_S = tunable(
     60.0, "s", 1, 3600, "a model whose last load failed gets only places that nobody has used for so long"
 )
