@@ -11,6 +11,7 @@ import pytest
 from broker.core.plan.coordinator import SHUT, Coordinator, CoordinatorSettings, _rates
 from broker.core.plan.need import ModelNeed
 from broker.core.plan.policy import ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
+from broker.core.plan.tunables import RESIDENCY_S, WATCH_S
 from ops.simulator.control import QUIET
 from ops.simulator.models import sim_model
 from ops.simulator.options import RunOptions
@@ -23,7 +24,6 @@ from tests.core.coordinator_world import KIND, TICK_S, FluidPool, Model, model
 
 BEGIN_S = 1000.0
 """When fluid pools begin."""
-WATCH_S = CoordinatorSettings().watch_s
 
 
 def rate(size: str, replicas: float) -> float:
@@ -230,14 +230,14 @@ def test_a_new_leader_gives_nothing_up_before_it_has_watched() -> None:
 
 
 def test_a_young_replica_is_not_given_up() -> None:
-    """Minimum residency (SCH-4): whoever has just come stays for ``stay_s``."""
+    """Minimum residency (SCH-4): whoever has just come stays for its minimum residency."""
     quiet = model("8B", "quiet", rate("8B", 0.2))
     world = pool([quiet], 4)
     world.there(quiet, 0)
     world.run(WATCH_S + 5.0)
     late = world.there(quiet, 1, age_s=0.0)
     begun_s = world.now_s
-    world.run(CoordinatorSettings().stay_s - 0.5)
+    world.run(RESIDENCY_S - 0.5)
     assert late.ends_s is None
     world.run(30.0)
     assert len(world.of(quiet)) == 1 and len(world.stops(after_s=begun_s)) == 1

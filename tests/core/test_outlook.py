@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.core.plan.coordinator import CoordinatorSettings
-from broker.core.plan.tunables import FAILING_IDLE_S
+from broker.core.plan.tunables import FAILING_IDLE_S, IDLE_S
 from broker.core.pool.events import DigestRestored, LeadershipGained, ModelRemoved, SchedulerSettings
 from subjects.messages import DrainReplica, EngineType, LoadModel, PoolDigest, PoolModel, ReplicaState, TimelineEntry
 from tests.core.scheduler_world import UNIX_S, record
@@ -214,7 +214,7 @@ def test_settings_have_the_numbers_that_operators_read_about() -> None:
     settings = SchedulerSettings()
     assert (settings.suspect_s, settings.dead_s, settings.ingress_silent_s) == (0.3, 2.0, 2.0)
     policy = CoordinatorSettings()
-    assert (policy.residency_s, policy.idle_s, policy.turn_s, policy.keep_s) == (6.0, 1.0, 8.0, 1800.0)
+    assert (policy.residency_s, IDLE_S, policy.turn_s, policy.keep_s) == (6.0, 1.0, 8.0, 1800.0)
     assert (settings.drain_s, settings.load_s_max, settings.unload_s_max, settings.step_grace_s) == (30.0, 300.0, 15.0, 10.0)
     assert (settings.backoff_s_min, settings.backoff_s_max, FAILING_IDLE_S) == (2.0, 60.0, 60.0)
 
