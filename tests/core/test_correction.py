@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.plan import feedback, tunables
+from broker.core.plan import tunables
 from broker.core.plan.feedback import Correction
 
 TICK_S = 0.2
@@ -72,7 +72,7 @@ def test_a_relapse_is_forgotten_more_slowly() -> None:
 
 
 def test_a_higher_bound_that_no_longer_holds_takes_nothing_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feedback, "LASTING_S", 1.0)
+    monkeypatch.setattr(tunables, "LASTING_S", 1.0)
     correction = Correction()
     now_s = looked(correction, 0.0, 200.0, missed=0.5)
     most = correction.load

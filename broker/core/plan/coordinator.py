@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from broker.core.plan import tunables as t
 from broker.core.plan.advice import advice
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.headroom import HeadroomSettings
@@ -38,44 +39,6 @@ from broker.core.plan.prewarming import Prospects
 from broker.core.plan.problem import Block, Need, Problem, Site
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
-from broker.core.plan.tunables import (
-    AGAIN_S_MAX,
-    AGAIN_SHARE,
-    CALM_S,
-    CLASS_WORTH,
-    CLOSE_S,
-    CLOSED_S_MAX,
-    GAP_S,
-    IDLE_HALF_S,
-    IDLE_PRICE,
-    IDLE_S,
-    KEEP_S,
-    KV_LACK_FREE,
-    KV_TOKENS_MIN,
-    LACK_FREE,
-    LACK_GROWN,
-    LACK_REPLICAS,
-    LARGE_DEVICES,
-    LATE_S,
-    LOOK_S,
-    NEED_KEEP_LIVES,
-    NEED_KEEP_S,
-    RELIEF_LACK,
-    RELIEF_LACK_LARGE,
-    REPLAN_GAIN,
-    REPLAN_S,
-    RESIDENCY_S,
-    SHARE_KEEP_S,
-    SLOTS_MIN,
-    SPARE_LEVEL,
-    SPARES_MAX,
-    TPOT_RUN,
-    TRIALS_MAX,
-    TRIALS_MIN,
-    TRIES,
-    TURN_S,
-    WATCH_S,
-)
 from broker.core.plan.turns import Turns
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
@@ -89,19 +52,19 @@ class CoordinatorSettings:
     """What operators, ablations and tests vary; all other numbers are in ``tunables`` alone."""
 
     headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
-    need_keep_s: float = NEED_KEEP_S
-    need_keep_lives: float = NEED_KEEP_LIVES
-    class_values: tuple[float, ...] = CLASS_WORTH
+    need_keep_s: float = t.NEED_KEEP_S
+    need_keep_lives: float = t.NEED_KEEP_LIVES
+    class_values: tuple[float, ...] = t.CLASS_WORTH
     foresees: bool = True
     """False: nothing is forecast, and no trigger heard."""
     learns_devices: bool = False
     """Routing weights lean towards devices that do better than their profile."""
-    calm_s: float = CALM_S
-    close_s: float = CLOSE_S
-    keep_s: float = KEEP_S
-    residency_s: float = RESIDENCY_S
-    turn_s: float = TURN_S
-    spare_level: float = SPARE_LEVEL
+    calm_s: float = t.CALM_S
+    close_s: float = t.CLOSE_S
+    keep_s: float = t.KEEP_S
+    residency_s: float = t.RESIDENCY_S
+    turn_s: float = t.TURN_S
+    spare_level: float = t.SPARE_LEVEL
     bounds_slots: bool = True
     shares_devices: bool = True
     """False: every replica has its devices for itself."""
@@ -155,7 +118,7 @@ class Coordinator:
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """See ``policy.Policy``."""
-        if now_s - self._decided_s > GAP_S:
+        if now_s - self._decided_s > t.GAP_S:
             self._watches_since_s = now_s
         self._decided_s = now_s
         pairs = self._pairs(view)
@@ -172,8 +135,8 @@ class Coordinator:
             tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
             tuple([model.record.deployment for model, _ in pairs]),
         )
-        due = seen != self._seen or now_s - self._looked_s >= LOOK_S - 1e-6 or bool(self._doomed)
-        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= LATE_S) for model, _ in pairs)
+        due = seen != self._seen or now_s - self._looked_s >= t.LOOK_S - 1e-6 or bool(self._doomed)
+        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= t.LATE_S) for model, _ in pairs)
         if not due and not starved and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
@@ -184,7 +147,7 @@ class Coordinator:
 
     def _at_least(self, load: float) -> float:
         """What of a load must be carried: less makes somebody act."""
-        return load - min(LACK_FREE * load, LACK_REPLICAS)
+        return load - min(t.LACK_FREE * load, t.LACK_REPLICAS)
 
     # ------------------------------------------------------------------------------------------------------------ looking
 
@@ -240,8 +203,8 @@ class Coordinator:
     def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> Need:
         s = self.settings
         record = model.record
-        kv_min = kv_least_bytes(model, KV_TOKENS_MIN)
-        idle_s = now_s - need.last_seen_s if now_s - need.last_seen_s >= IDLE_S else 0.0
+        kv_min = kv_least_bytes(model, t.KV_TOKENS_MIN)
+        idle_s = now_s - need.last_seen_s if now_s - need.last_seen_s >= t.IDLE_S else 0.0
         keep_s = record.keep_s if record.keep_s is not None else s.keep_s
         alive = not idle_s or (bool(model.replicas) and idle_s < keep_s)
         may_start = model.may_load and model.may_act
@@ -252,7 +215,7 @@ class Coordinator:
         if idle_s and (record.min_replicas or not model.replicas):
             lack_none = 1.0
         elif idle_s:
-            lack_none = IDLE_PRICE / (1.0 + idle_s / IDLE_HALF_S) / self._values[record.sla_class]
+            lack_none = t.IDLE_PRICE / (1.0 + idle_s / t.IDLE_HALF_S) / self._values[record.sla_class]
         else:
             lack_none = 1.0 + (turn_s if model.replicas else model.oldest_wait_s)
         kv_bytes = need.kv_tokens * record.kv_bytes_per_token - kv_min * len(model.replicas) if alive else 0.0
@@ -266,8 +229,8 @@ class Coordinator:
             standing=standing(model, costs),
             usage=self._usage(model, costs, need),
             share_min=need.share_min,
-            share_floor=need.share_floor if now_s - need.last_seen_s < SHARE_KEEP_S else 0.0,
-            kv_bytes=max(0.0, kv_bytes) * (1 - KV_LACK_FREE),
+            share_floor=need.share_floor if now_s - need.last_seen_s < t.SHARE_KEEP_S else 0.0,
+            kv_bytes=max(0.0, kv_bytes) * (1 - t.KV_LACK_FREE),
             kv_keep_bytes=max(0.0, kv_bytes),
             value=self._values[record.sla_class],
             lack_none=lack_none,
@@ -300,7 +263,7 @@ class Coordinator:
         self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
         layout = Layout(look.problem, self._blocks(look))
         self._cut(look, layout)
-        routine = now_s - self._looked_s >= LOOK_S - 1e-6
+        routine = now_s - self._looked_s >= t.LOOK_S - 1e-6
         trials_max = self._trials_max(look)
         search = Search(layout, trials_max)
         there = set(layout.blocks)
@@ -313,7 +276,7 @@ class Coordinator:
         search.grow(only=overdue)
         auction.claim(overdue)
         search.grow(
-            only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + LACK_GROWN],
+            only=[index for index, lack in enumerate(known) if lack < 0 or layout.lack(index) > lack + t.LACK_GROWN],
             shut=auction.claimed(),
         )
         self._helpless.update((deployments[index], layout.lack(index)) for index in search.helpless)
@@ -325,7 +288,7 @@ class Coordinator:
             self._calm_s = now_s
         if routine:
             self._looked_s = now_s
-            if enough and now_s - self._watches_since_s >= WATCH_S:
+            if enough and now_s - self._watches_since_s >= t.WATCH_S:
                 relieved = self._relieved(look, layout)
                 if relieved is not None:
                     return self._carry(look, relieved, "a neighbour lacks more")
@@ -367,7 +330,7 @@ class Coordinator:
         return Layout(look.problem, layout.blocks.values())
 
     def _trials_max(self, look: Look) -> int:
-        return max(TRIALS_MIN, TRIALS_MAX * LARGE_DEVICES // max(LARGE_DEVICES, len(look.problem.sites)))
+        return max(t.TRIALS_MIN, t.TRIALS_MAX * t.LARGE_DEVICES // max(t.LARGE_DEVICES, len(look.problem.sites)))
 
     def _relieved(self, look: Look, layout: Layout) -> Layout | None:
         """Where no single change helps a model that lacks, all that is beside one of its replicas may have to go at once.
@@ -375,14 +338,14 @@ class Coordinator:
         That is judged by what will be when those that go are gone: until then they take their part of the time.
         """
         now_s = look.now_s
-        self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < CALM_S}
-        least = RELIEF_LACK if len(look.problem.sites) <= LARGE_DEVICES else RELIEF_LACK_LARGE
+        self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < t.CALM_S}
+        least = t.RELIEF_LACK if len(look.problem.sites) <= t.LARGE_DEVICES else t.RELIEF_LACK_LARGE
         lacks = []
         for index, wanted in enumerate(look.problem.needs):
             lack = layout.lack(index)
             if lack > least and layout.of(index) and wanted.model not in self._relief_s:
                 lacks.append((-lack * wanted.value, index))
-        lacking = [index for _, index in sorted(lacks)[:TRIES]]
+        lacking = [index for _, index in sorted(lacks)[: t.TRIES]]
         if not lacking:
             return None
         settled = replace(look.problem, placed=tuple(replace(block, bytes_left=0) for block in look.problem.placed))
@@ -396,18 +359,18 @@ class Coordinator:
     def _replan(self, look: Look, layout: Layout) -> Layout | None:
         """Now and then a whole plan is made anew: some layouts are better though no single step leads to them."""
         s, now_s = self.settings, look.now_s
-        small = len(look.problem.sites) <= LARGE_DEVICES
-        if not small or now_s - self._calm_s < s.calm_s or now_s - self._replanned_s < REPLAN_S:
+        small = len(look.problem.sites) <= t.LARGE_DEVICES
+        if not small or now_s - self._calm_s < s.calm_s or now_s - self._replanned_s < t.REPLAN_S:
             return None
         self._replanned_s = now_s
-        found = plan(look.problem, trials_max=TRIALS_MAX, keep=True)
+        found = plan(look.problem, trials_max=t.TRIALS_MAX, keep=True)
         lacking = layout.lost()
         layout.keep = True
         now = layout.score()
         layout.keep = False
         # What is lacking only beside the most of lately is no reason to move, but nothing may be lost by it.
         gained = (now.total - now.lost) - (found.score.total - found.score.lost) + max(0.0, lacking - found.score.lost)
-        if gained < REPLAN_GAIN or found.score.lost > max(now.lost, lacking) + 1e-9:
+        if gained < t.REPLAN_GAIN or found.score.lost > max(now.lost, lacking) + 1e-9:
             return None
         return Layout(look.problem, found.blocks)
 
@@ -433,7 +396,7 @@ class Coordinator:
         self._trimmed = Search(search.layout, self._trials_max(look)).trim(young, self._trimmed)
         if emptied or look.now_s - self._calm_s < self.settings.calm_s:
             return emptied
-        tries = min(TRIES, len(candidates))
+        tries = min(t.TRIES, len(candidates))
         turns = [candidates[(self._turn + turn) % len(candidates)] for turn in range(tries)]
         self._turn += tries
         for site in turns:
@@ -460,7 +423,7 @@ class Coordinator:
         kept = {block.replica: block for block in blocks if block.replica is not None}
         yields = {replica for victims in self._victims.values() for replica in victims if look.ready(replica)}
         chooser = SpareChooser(look, layout)
-        spares = chooser.choose(kept, yields, s.spare_level, SPARES_MAX) if s.spare_level else Spares()
+        spares = chooser.choose(kept, yields, s.spare_level, t.SPARES_MAX) if s.spare_level else Spares()
         self._spares = spares
         for replica in look.replicas:
             if replica in kept or replica in spares.kept or replica in yields:
@@ -487,7 +450,7 @@ class Coordinator:
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
         self._spare_places = memory.spares
         actions: list[Action] = [*stops.values(), *memory.actions, *self._advice(look)]
-        if s.bounds_slots and now_s - self._slots_s >= LOOK_S - 1e-6:
+        if s.bounds_slots and now_s - self._slots_s >= t.LOOK_S - 1e-6:
             self._slots_s = now_s
             actions.extend(self._slots(look, layout, kept))
         self._capacity = [layout.capacity(index) for index in range(len(look.models))]
@@ -495,7 +458,7 @@ class Coordinator:
 
     def _advice(self, look: Look) -> list[Action]:
         """What people are told now and then of models that may not be acted for."""
-        due = look.now_s - self._advised_s >= LOOK_S
+        due = look.now_s - self._advised_s >= t.LOOK_S
         if not due or not any(model.advises for model in look.models):
             return []
         self._advised_s = look.now_s
@@ -533,13 +496,13 @@ class Coordinator:
     def _goes(self, look: Look, replica: ReplicaId) -> bool:
         """Whether a closed replica may be ended: what it still runs costs little to compute again, or has had its time."""
         view = look.replicas[replica]
-        if look.now_s - self._closed.get(replica, look.now_s) >= CLOSED_S_MAX or not view.running:
+        if look.now_s - self._closed.get(replica, look.now_s) >= t.CLOSED_S_MAX or not view.running:
             return True
         index = next(i for i, model in enumerate(look.models) if model.record.deployment == view.deployment)
         need = look.needs[index]
         again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
         closed_s = look.now_s - self._closed.get(replica, look.now_s)
-        return again_s <= AGAIN_S_MAX + AGAIN_SHARE * closed_s
+        return again_s <= t.AGAIN_S_MAX + t.AGAIN_SHARE * closed_s
 
     # ------------------------------------------------------------------------------------------------------------ routing
 
@@ -606,11 +569,11 @@ class Coordinator:
                 continue
             need, costs, record = look.needs[block.need], look.costs[block.need], look.models[block.need].record
             share = min(layout.share(block.need, site) for site in block.sites)
-            tpot_s = record.sla.tpot_ms / 1000 * TPOT_RUN
+            tpot_s = record.sla.tpot_ms / 1000 * t.TPOT_RUN
             slots = record.max_num_seqs
             if need.request_s > 0:
                 slots = int(need.output_tokens * max(0.0, tpot_s * share - costs.step_const_s) / need.request_s)
-            slots = min(max(slots, SLOTS_MIN), record.max_num_seqs)
+            slots = min(max(slots, t.SLOTS_MIN), record.max_num_seqs)
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
         return actions

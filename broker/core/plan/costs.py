@@ -16,18 +16,7 @@ from enum import Enum
 
 import msgspec
 
-from broker.core.plan.tunables import (
-    CORRECTED_STEPS_MIN,
-    CORRECTION_MAX,
-    CORRECTION_NEWS,
-    CORRECTION_STEPS,
-    DEVIATION_MAX,
-    DEVIATION_S,
-    MEASURED_BATCH_MAX,
-    SEEN_MIN,
-    SERVED_TOKENS,
-    ZERO_RUN_MAX,
-)
+from broker.core.plan import tunables as t
 from broker.core.pool.state import Device, Pool
 from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
 from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
@@ -85,7 +74,7 @@ class Account:
     served: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
     windows: deque[StepSums] = field(default_factory=deque)
-    """The last that happened, of ``CORRECTION_STEPS`` steps or a little more."""
+    """The last that happened, of ``t.CORRECTION_STEPS`` steps or a little more."""
     window_steps: int = 0
 
     def restart(self) -> None:
@@ -149,7 +138,7 @@ class CostBook:
         if account is None:
             return base, source
         off = abs(account.correction - 1.0)
-        if off > (DEVIATION_MAX if source is Source.MEASURED else CORRECTION_NEWS):
+        if off > (t.DEVIATION_MAX if source is Source.MEASURED else t.CORRECTION_NEWS):
             source = Source.CORRECTED
         return _times(base, account.correction) if off else base, source
 
@@ -233,7 +222,7 @@ class CostBook:
                 cells[_cell(point)] = point
             elif known.beside or not point.beside:  # Another round: they weigh alike.
                 cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
-        taken = tuple(cells.values())[-ZERO_RUN_MAX:]
+        taken = tuple(cells.values())[-t.ZERO_RUN_MAX :]
         self._look_at_kinds()
         kept = KeptCosts(
             deployment=record.deployment,
@@ -281,7 +270,7 @@ class CostBook:
                 continue
             last = before.get(replica.replica)
             window = sums_between(last, replica.sums) if last is not None else StepSums()
-            if last is not None and 0 <= window.steps < SEEN_MIN:
+            if last is not None and 0 <= window.steps < t.SEEN_MIN:
                 known[replica.replica] = last
                 continue
             known[replica.replica] = replica.sums
@@ -299,22 +288,22 @@ class CostBook:
         costs, source = base
         account.windows.append(window)
         account.window_steps += window.steps
-        while account.window_steps - account.windows[0].steps >= CORRECTION_STEPS:
+        while account.window_steps - account.windows[0].steps >= t.CORRECTION_STEPS:
             account.window_steps -= account.windows.popleft().steps
-        ratio = min(max(window.busy_s / max(work_s(costs, window), 1e-12), 1 / CORRECTION_MAX), CORRECTION_MAX)
+        ratio = min(max(window.busy_s / max(work_s(costs, window), 1e-12), 1 / t.CORRECTION_MAX), t.CORRECTION_MAX)
         account.steps += window.steps
-        share = max(1.0 - math.exp(-window.steps / CORRECTION_STEPS), window.steps / account.steps)
+        share = max(1.0 - math.exp(-window.steps / t.CORRECTION_STEPS), window.steps / account.steps)
         account.ratio += share * (ratio - account.ratio)
-        if account.steps < CORRECTED_STEPS_MIN:
+        if account.steps < t.CORRECTED_STEPS_MIN:
             return False
-        if source is not Source.GIVEN and abs(account.ratio / account.correction - 1.0) > CORRECTION_NEWS:
+        if source is not Source.GIVEN and abs(account.ratio / account.correction - 1.0) > t.CORRECTION_NEWS:
             account.correction = round(account.ratio, 3)
             self.news += 1
-        if source is Source.ESTIMATED or abs(account.ratio - 1.0) <= DEVIATION_MAX:
+        if source is Source.ESTIMATED or abs(account.ratio - 1.0) <= t.DEVIATION_MAX:
             account.off_since_s, account.deviates = math.inf, False
             return False
         account.off_since_s = min(account.off_since_s, now_s)
-        lasts = now_s - account.off_since_s >= DEVIATION_S and account.steps >= CORRECTION_STEPS
+        lasts = now_s - account.off_since_s >= t.DEVIATION_S and account.steps >= t.CORRECTION_STEPS
         newly = lasts and not account.deviates
         account.deviates = account.deviates or lasts
         return newly
@@ -330,7 +319,7 @@ class CostBook:
             account = self._account(_key(record, SERVER))
             steps = row.output_tokens - row.finished
             new = (row.ttft_s_sum, float(row.input_tokens), row.latency_s_sum - row.ttft_s_sum, float(steps))
-            fade = 0.5 ** (steps / SERVED_TOKENS)
+            fade = 0.5 ** (steps / t.SERVED_TOKENS)
             first_s, prompt_tokens, rest_s, rest = (fade * old + more for old, more in zip(account.served, new, strict=True))
             account.served = (first_s, prompt_tokens, rest_s, rest)
             account.steps += steps
@@ -370,7 +359,7 @@ class CostBook:
             account = self._accounts.get(key)
             done = account is not None and account.kept is not None and account.kept.whole and not account.deviates
             if asked or not done or not _has(account, self._engine(replica.worker, record)):
-                found[replica.replica] = asked[1] if asked else MEASURED_BATCH_MAX
+                found[replica.replica] = asked[1] if asked else t.MEASURED_BATCH_MAX
                 taken.add(key)
         return found
 

@@ -15,19 +15,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from broker.core.plan import tunables as t
 from broker.core.plan.priorities import Boosts, class_weights, densities
 from broker.core.plan.series import Ring
 from broker.core.plan.signals import fairness_index
-from broker.core.plan.tunables import (
-    FAIR_LEVEL,
-    FAIR_MEMORY_S,
-    FAIR_SAMPLES,
-    FAIR_SAMPLES_MIN,
-    KEPT_MAX,
-    LOOK_S,
-    OUTPUT_TOKEN_WEIGHT,
-    READING_S,
-)
 from broker.core.plan.windows import FairnessWatch
 from profiles.costs import prefill_s
 from subjects.ids import DeploymentKey
@@ -38,7 +29,7 @@ from subjects.messages import ModelDemand, ModelRecord, SlaClass
 class FairnessSettings:
     """When it acts."""
 
-    models_max: int = KEPT_MAX
+    models_max: int = t.KEPT_MAX
 
 
 @dataclass(slots=True)
@@ -48,7 +39,7 @@ class _Class:
     arrived: float = 0.0
     finished: float = 0.0
     work: float = 0.0
-    ttft_s: Ring = field(default_factory=lambda: Ring(FAIR_SAMPLES))
+    ttft_s: Ring = field(default_factory=lambda: Ring(t.FAIR_SAMPLES))
     waiting: int = 0
     oldest_wait_s: float = 0.0
     index: float | None = None
@@ -69,7 +60,7 @@ class Fairness:
         self.news = False
         """Whether the last look changed a weight."""
         self._models: dict[DeploymentKey, _Model] = {}
-        self._watch = FairnessWatch(FAIR_LEVEL)
+        self._watch = FairnessWatch(t.FAIR_LEVEL)
         self._faded_s: float | None = None
         self._read_s = self._alone_read_s = -math.inf
 
@@ -92,14 +83,14 @@ class Fairness:
 
     def look(self, now_s: float, records: Mapping[DeploymentKey, ModelRecord]) -> None:
         """Reads all indexes if a reading is due, and works out the weights of models that more than one class asks for."""
-        if now_s - self._read_s < READING_S * 0.95:
+        if now_s - self._read_s < t.READING_S * 0.95:
             return
         self._read_s = now_s
         self._fade(now_s)
         for deployment in [known for known in self._models if known not in records]:
             del self._models[deployment]
         self.news = False
-        alone_too = now_s - self._alone_read_s >= LOOK_S
+        alone_too = now_s - self._alone_read_s >= t.LOOK_S
         if alone_too:
             self._alone_read_s = now_s
         for deployment, model in self._models.items():
@@ -116,7 +107,7 @@ class Fairness:
                 counts.index = self._index(counts, slo_s)
                 held = counts.index is not None and self._watch.read(now_s, (deployment, sla_class), counts.index)
                 below[sla_class] = held and higher_fine
-                higher_fine = higher_fine and (counts.index is None or counts.index >= FAIR_LEVEL)
+                higher_fine = higher_fine and (counts.index is None or counts.index >= t.FAIR_LEVEL)
                 counts.waiting, counts.oldest_wait_s = 0, 0.0
             boost = model.boosts.take(below)
             busy = {c: counts for c, counts in model.classes.items() if counts.arrived >= 0.5}
@@ -143,7 +134,7 @@ class Fairness:
 
     def _index(self, counts: _Class, slo_s: float) -> float | None:
         """None where too little was seen. Who waits longer than the p95 of those served counts as that late."""
-        if len(counts.ttft_s) < FAIR_SAMPLES_MIN and counts.oldest_wait_s <= slo_s:
+        if len(counts.ttft_s) < t.FAIR_SAMPLES_MIN and counts.oldest_wait_s <= slo_s:
             return None
         p95_s = max(counts.ttft_s.quantile(0.95), counts.oldest_wait_s)
         # What waits is asked for too; without it a class that is not served at all would have no target.
@@ -153,7 +144,7 @@ class Fairness:
     def _fade(self, now_s: float) -> None:
         gone_s = now_s - self._faded_s if self._faded_s is not None else 0.0
         self._faded_s = now_s
-        left = math.exp(-max(0.0, gone_s) / FAIR_MEMORY_S)
+        left = math.exp(-max(0.0, gone_s) / t.FAIR_MEMORY_S)
         for model in self._models.values():
             for counts in model.classes.values():
                 counts.arrived *= left
@@ -168,7 +159,7 @@ class Fairness:
             model = self._models[row.deployment] = _Model()
         counts = model.classes.get(row.sla_class)
         if counts is None:
-            counts = model.classes[row.sla_class] = _Class(ttft_s=Ring(FAIR_SAMPLES))
+            counts = model.classes[row.sla_class] = _Class(ttft_s=Ring(t.FAIR_SAMPLES))
         return counts
 
 
@@ -177,7 +168,7 @@ def _work(record: ModelRecord, row: ModelDemand) -> float:
     costs = next(iter(record.costs.values()), None)
     inputs, outputs = row.arrived_input_tokens, row.arrived_output_tokens
     if costs is None:
-        return float(sum(inputs)) + OUTPUT_TOKEN_WEIGHT * sum(outputs)
+        return float(sum(inputs)) + t.OUTPUT_TOKEN_WEIGHT * sum(outputs)
     total = 0.0
     for count, tokens, made in zip(row.arrived_lengths, inputs, outputs, strict=True):
         if count:

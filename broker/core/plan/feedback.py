@@ -9,26 +9,7 @@ from __future__ import annotations
 
 import math
 
-from broker.core.plan.tunables import (
-    LASTING_AFTER_S,
-    LASTING_MISSED,
-    LASTING_PRIOR,
-    LASTING_S,
-    LOAD_LASTING,
-    LOAD_MAX,
-    LOAD_MEMORY_S,
-    LOAD_MEMORY_S_MAX,
-    LOAD_MISSED,
-    LOAD_WAITING,
-    MISSED_FREE,
-    MISSED_MEMORY_S,
-    MISSED_PRIOR,
-    RELAPSE_MEMORY_S,
-    SHARE_MEMORY_S,
-    SHARE_MIN_MOST,
-    SHARE_RISE_S,
-    WAIT_SHARE,
-)
+from broker.core.plan import tunables as t
 
 
 class Correction:
@@ -51,7 +32,7 @@ class Correction:
         """By how much more load is asked for than is reckoned, as a share of it."""
         self.share = 0.0
         """Of its devices' time: what each of its replicas should have."""
-        self._memory_s = LOAD_MEMORY_S
+        self._memory_s = t.LOAD_MEMORY_S
         self._raised_s = math.inf
         """When ``load`` last grew; never so far: infinite."""
         self._begun_s = math.inf
@@ -64,30 +45,32 @@ class Correction:
         is ready."""
         self._begun_s = now_s if cold else min(self._begun_s, now_s)
         lasting = self._lasting(now_s, gone_s, finished, missed)
-        self.share = min(SHARE_MIN_MOST, self.share * math.exp(-gone_s / SHARE_MEMORY_S) + lasting * gone_s / SHARE_RISE_S)
-        fade = math.exp(-gone_s / MISSED_MEMORY_S)
+        self.share = min(
+            t.SHARE_MIN_MOST, self.share * math.exp(-gone_s / t.SHARE_MEMORY_S) + lasting * gone_s / t.SHARE_RISE_S
+        )
+        fade = math.exp(-gone_s / t.MISSED_MEMORY_S)
         self._finished = self._finished * fade + finished
         self._missed = self._missed * fade + missed
-        excess = self._missed / (self._finished + MISSED_PRIOR) - MISSED_FREE
-        more = LOAD_MISSED * min(max(excess, 0.0), 0.1)
-        if waits > WAIT_SHARE:
-            more += LOAD_WAITING
+        excess = self._missed / (self._finished + t.MISSED_PRIOR) - t.MISSED_FREE
+        more = t.LOAD_MISSED * min(max(excess, 0.0), 0.1)
+        if waits > t.WAIT_SHARE:
+            more += t.LOAD_WAITING
         self.load *= math.exp(-gone_s / self._memory_s)
         if more > 0:
-            if now_s - self._raised_s > MISSED_MEMORY_S:
-                self._memory_s = min(2.0 * self._memory_s, LOAD_MEMORY_S_MAX)
+            if now_s - self._raised_s > t.MISSED_MEMORY_S:
+                self._memory_s = min(2.0 * self._memory_s, t.LOAD_MEMORY_S_MAX)
             self._raised_s = now_s
-            most = LOAD_MAX + LOAD_LASTING * lasting
+            most = t.LOAD_MAX + t.LOAD_LASTING * lasting
             self.load = max(self.load, min(self.load + more * gone_s, most))
         else:
-            self._memory_s += (LOAD_MEMORY_S - self._memory_s) * gone_s / RELAPSE_MEMORY_S
+            self._memory_s += (t.LOAD_MEMORY_S - self._memory_s) * gone_s / t.RELAPSE_MEMORY_S
 
     def _lasting(self, now_s: float, gone_s: float, finished: int, missed: int) -> float:
         """How much misses last, from 0 to 1."""
-        if now_s - self._begun_s < LASTING_AFTER_S:
+        if now_s - self._begun_s < t.LASTING_AFTER_S:
             return 0.0
-        fade = math.exp(-gone_s / LASTING_S)
+        fade = math.exp(-gone_s / t.LASTING_S)
         self._lasting_finished = self._lasting_finished * fade + finished
         self._lasting_missed = self._lasting_missed * fade + missed
-        share = self._lasting_missed / (self._lasting_finished + LASTING_PRIOR)
-        return min(max(share / LASTING_MISSED - 1.0, 0.0), 1.0)
+        share = self._lasting_missed / (self._lasting_finished + t.LASTING_PRIOR)
+        return min(max(share / t.LASTING_MISSED - 1.0, 0.0), 1.0)

@@ -17,26 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from broker.core.plan.tunables import (
-    FAST_S,
-    LEVEL_S,
-    RULE_ACTIVE_SHARE,
-    RULE_CHANGE_S,
-    RULE_CHOOSE_S,
-    RULE_DELAY_S,
-    RULE_DRAIN_S,
-    RULE_EXCESS_PRICE,
-    RULE_FACTORS,
-    RULE_HOLDS_S,
-    RULE_LEVELS,
-    RULE_MEANS_S,
-    RULE_MEMORY_S,
-    RULE_MISSED_MAX,
-    RULE_MISSED_PRICE,
-    RULE_REQUESTS,
-    RULE_SETTLE_S,
-    RULE_STEP_S,
-)
+from broker.core.plan import tunables as t
 
 Floats = npt.NDArray[np.float64]
 
@@ -45,10 +26,10 @@ Floats = npt.NDArray[np.float64]
 class HeadroomSettings:
     """Which rules there are, and when one is good enough."""
 
-    factors: tuple[float, ...] = RULE_FACTORS
-    levels: tuple[float, ...] = RULE_LEVELS
-    holds_s: tuple[float, ...] = RULE_HOLDS_S
-    first: tuple[float, float, float, float] = (FAST_S, RULE_FACTORS[1], RULE_LEVELS[1], RULE_HOLDS_S[1])
+    factors: tuple[float, ...] = t.RULE_FACTORS
+    levels: tuple[float, ...] = t.RULE_LEVELS
+    holds_s: tuple[float, ...] = t.RULE_HOLDS_S
+    first: tuple[float, float, float, float] = (t.FAST_S, t.RULE_FACTORS[1], t.RULE_LEVELS[1], t.RULE_HOLDS_S[1])
 
 
 class Headroom:
@@ -56,19 +37,19 @@ class Headroom:
 
     def __init__(self, settings: HeadroomSettings | None = None) -> None:
         s = self.settings = settings or HeadroomSettings()
-        grid = [(m, f, a, h) for m in RULE_MEANS_S for f in s.factors for a in s.levels for h in s.holds_s]
-        self._mean = np.array([RULE_MEANS_S.index(m) for m, *_ in grid])
+        grid = [(m, f, a, h) for m in t.RULE_MEANS_S for f in s.factors for a in s.levels for h in s.holds_s]
+        self._mean = np.array([t.RULE_MEANS_S.index(m) for m, *_ in grid])
         self._factor = np.array([f for _, f, _, _ in grid])
         self._level = np.array([a for _, _, a, _ in grid])
         self._hold_s = np.array([h for *_, h in grid])
         self._first = grid.index(s.first)
-        self._taus = np.array(RULE_MEANS_S)
-        self._delay = max(1, round(RULE_DELAY_S / RULE_STEP_S))
+        self._taus = np.array(t.RULE_MEANS_S)
+        self._delay = max(1, round(t.RULE_DELAY_S / t.RULE_STEP_S))
         self.rows = 0
         self._step_at_s = -np.inf
         self._chosen_at_s = -np.inf
         rules = len(grid)
-        self._ewma = np.zeros((0, len(RULE_MEANS_S)))
+        self._ewma = np.zeros((0, len(t.RULE_MEANS_S)))
         self._fast = np.zeros(0)
         self._slow = np.zeros(0)
         self._level_sums = np.zeros((0, 2))
@@ -117,14 +98,14 @@ class Headroom:
     def look(self, now_s: float, base: Floats, wait_s: Floats) -> Floats:
         """How fast each row should be able to prefill now. ``base`` is what it can anyway, with what it needs on average and
         what it may borrow; ``wait_s`` is how long a prompt may wait (target less its own prefill)."""
-        if now_s - self._step_at_s >= RULE_STEP_S - 1e-6:
+        if now_s - self._step_at_s >= t.RULE_STEP_S - 1e-6:
             gone_s = min(now_s - self._step_at_s, 5.0)
             if np.isfinite(self._step_at_s):
                 self._step(now_s, gone_s, base, wait_s)
             self._step_at_s = now_s
             self._work_new[:] = 0.0
             self._requests_new[:] = 0.0
-        if now_s - self._chosen_at_s >= RULE_CHOOSE_S:
+        if now_s - self._chosen_at_s >= t.RULE_CHOOSE_S:
             self._chosen_at_s = now_s
             self._choose()
         return np.asarray(self._held[np.arange(self.rows), self.chosen], dtype=np.float64)
@@ -133,14 +114,14 @@ class Headroom:
         work, requests = self._work_new, self._requests_new
         rate = work / gone_s
         self._ewma += (1 - np.exp(-gone_s / self._taus)) * (rate[:, None] - self._ewma)
-        self._fast += (1 - np.exp(-gone_s / FAST_S)) * (rate - self._fast)
+        self._fast += (1 - np.exp(-gone_s / t.FAST_S)) * (rate - self._fast)
         self._slow += (1 - np.exp(-gone_s / 45.0)) * (rate - self._slow)
         # The mean rate as the work meets it: most work comes while much comes.
-        self._level_sums *= np.exp(-gone_s / LEVEL_S)
+        self._level_sums *= np.exp(-gone_s / t.LEVEL_S)
         self._level_sums[:, 0] += work * self._fast
         self._level_sums[:, 1] += work
         level = self._levels()
-        active = self._fast > RULE_ACTIVE_SHARE * level
+        active = self._fast > t.RULE_ACTIVE_SHARE * level
         wanted = np.maximum(self._ewma[:, self._mean] * self._factor, (level * active)[:, None] * self._level)
         self._held_for_s += gone_s
         anew = (wanted >= self._held) | (self._held_for_s > self._hold_s)
@@ -148,7 +129,7 @@ class Headroom:
         self._held_for_s[anew] = 0.0
         total = np.maximum(self._held, base[:, None])
         have = np.minimum(self._ring.min(axis=0), total)
-        self._ring[self._ring_at] = total + self._queue / RULE_DRAIN_S
+        self._ring[self._ring_at] = total + self._queue / t.RULE_DRAIN_S
         self._ring_at = (self._ring_at + 1) % self._delay
         speed = np.maximum(have, np.maximum(base, 1e-6)[:, None])
         self._queue += work[:, None] - speed * gone_s
@@ -158,23 +139,25 @@ class Headroom:
         missed = np.minimum(1.0, over / np.maximum(work, 1e-9)[:, None]) * requests[:, None]
         # Nothing is held against a rule while even the means do not know the load yet.
         self._first_s = np.where(requests > 0, np.minimum(self._first_s, now_s), self._first_s)
-        judged = now_s - self._first_s > RULE_SETTLE_S
+        judged = now_s - self._first_s > t.RULE_SETTLE_S
         missed *= judged[:, None]
-        fade = np.exp(-gone_s / RULE_MEMORY_S)
+        fade = np.exp(-gone_s / t.RULE_MEMORY_S)
         self._missed = self._missed * fade + missed
         self._requests = self._requests * fade + requests * judged
         more = np.maximum(0.0, total - self._total)
         self._total = total
-        self._cost = self._cost * fade + np.maximum(have, total) * gone_s + more * RULE_CHANGE_S
+        self._cost = self._cost * fade + np.maximum(have, total) * gone_s + more * t.RULE_CHANGE_S
         self._weight = self._weight * fade + gone_s
 
     def _choose(self) -> None:
         share = self._missed / np.maximum(self._requests, 1.0)[:, None]
         cost = self._cost / np.maximum(self._weight, 1e-9)[:, None]
         scale = np.maximum(self._levels(), 0.3)[:, None]
-        worth = cost + scale * (RULE_MISSED_PRICE * share + RULE_EXCESS_PRICE * np.maximum(0.0, share - RULE_MISSED_MAX))
+        worth = cost + scale * (
+            t.RULE_MISSED_PRICE * share + t.RULE_EXCESS_PRICE * np.maximum(0.0, share - t.RULE_MISSED_MAX)
+        )
         best = np.argmin(worth, axis=1)
-        known = self._requests >= RULE_REQUESTS
+        known = self._requests >= t.RULE_REQUESTS
         self.chosen = np.where(known, best, self._first)
 
     def _levels(self) -> Floats:

@@ -19,33 +19,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from broker.core.plan.tunables import (
-    CORRECTION_MAX,
-    EXAMPLE_FADE,
-    FACTOR_MAX,
-    FTRL_ALPHA,
-    FTRL_BETA,
-    FTRL_L2,
-    KEPT_MAX,
-    PASSES,
-    PER_LOOK,
-    PERIOD_S,
-    SEEN_MIN,
-)
+from broker.core.plan import tunables as t
 from broker.core.pool.catalogue import DeviceKey
 from subjects.errors import ConfigError
 from subjects.ids import DeploymentKey
 
-WEIGHTS_MAX = 4 * KEPT_MAX
+WEIGHTS_MAX = 4 * t.KEPT_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class LearningSettings:
     """How fast it learns, and how far it may go."""
 
-    period_s: float = PERIOD_S
-    examples_max: int = KEPT_MAX
-    seen_min: int = SEEN_MIN
+    period_s: float = t.PERIOD_S
+    examples_max: int = t.KEPT_MAX
+    seen_min: int = t.SEEN_MIN
 
 
 @dataclass(slots=True)
@@ -82,7 +70,7 @@ class DeviceScores:
             if len(self._seen) >= self.settings.examples_max:
                 return
             seen = self._seen[key] = _Seen()
-        seen.log_sum += math.log(min(CORRECTION_MAX, max(1.0 / CORRECTION_MAX, seen_s / predicted_s)))
+        seen.log_sum += math.log(min(t.CORRECTION_MAX, max(1.0 / t.CORRECTION_MAX, seen_s / predicted_s)))
         seen.count += 1
         if key not in self._rates and len(self._rates) >= self.settings.examples_max:
             del self._rates[next(iter(self._rates))]
@@ -95,7 +83,7 @@ class DeviceScores:
         if now_s >= self._period_end_s:
             self._period_end_s = now_s + self.settings.period_s
             self._close()
-        for _ in range(min(len(self._examples), PER_LOOK)):
+        for _ in range(min(len(self._examples), t.PER_LOOK)):
             features, target, weight = self._examples.popleft()
             self._model.learn_one(features, target, weight)
             self.learned += 1
@@ -105,7 +93,7 @@ class DeviceScores:
         if self.learned == 0:
             return 1.0
         features = _features(deployment, device, self._rates.get((deployment, device), 0.0))
-        bound = math.log(FACTOR_MAX)
+        bound = math.log(t.FACTOR_MAX)
         # The intercept is not learned, so that the sum over who and where is the whole answer.
         return math.exp(min(bound, max(-bound, float(self._model.predict_one(features)))))
 
@@ -125,8 +113,8 @@ class DeviceScores:
     def _close(self) -> None:
         optimizer = self._model.optimizer
         for name in optimizer.n:
-            optimizer.z[name] *= EXAMPLE_FADE
-            optimizer.n[name] *= EXAMPLE_FADE**2
+            optimizer.z[name] *= t.EXAMPLE_FADE
+            optimizer.n[name] *= t.EXAMPLE_FADE**2
         enough = {key: self._seen[key] for key in sorted(self._seen) if self._seen[key].count >= self.settings.seen_min}
         self._follow_everywhere(enough)
         examples = []
@@ -134,7 +122,7 @@ class DeviceScores:
             target = seen.log_sum / seen.count - self._everywhere[key[0]]
             weight = min(1.0, seen.count / (4.0 * self.settings.seen_min))
             examples.append((_features(*key, self._rates.get(key, 0.0)), target, weight))
-        for _ in range(PASSES):
+        for _ in range(t.PASSES):
             self._examples.extend(examples)
         self._seen.clear()
 
@@ -157,7 +145,7 @@ class DeviceScores:
         except ImportError:
             raise ConfigError("river is not installed: pip install 'carpool[research]'") from None
 
-        optimizer = optim.FTRLProximal(alpha=FTRL_ALPHA, beta=FTRL_BETA, l1=0.0, l2=FTRL_L2)
+        optimizer = optim.FTRLProximal(alpha=t.FTRL_ALPHA, beta=t.FTRL_BETA, l1=0.0, l2=t.FTRL_L2)
         return linear_model.LinearRegression(optimizer=optimizer, intercept_lr=0.0)
 
 

@@ -13,35 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from broker.core.plan import tunables as t
 from broker.core.plan.capacity import arrivals_work_s, prefill_work_s, standing_share
 from broker.core.plan.feedback import Correction
 from broker.core.plan.headroom import Headroom, HeadroomSettings
 from broker.core.plan.policy import ModelView
-from broker.core.plan.tunables import (
-    ACTIVITY_S,
-    CHUNK_TOKENS,
-    FINISHED_MIN,
-    KV_FACTOR,
-    KV_KEEP_S,
-    LATE_S,
-    LENGTH_BINS,
-    LOOK_S,
-    MISSED_FREE,
-    NEED_KEEP_LIVES,
-    NEED_KEEP_S,
-    PATIENCE_S,
-    QUEUE_DRAIN_S,
-    QUEUE_FREE_S,
-    QUEUE_REPLICAS_MAX,
-    SEATS_FACTOR,
-    SEATS_FULL_SHARE,
-    SHARE_KEEP_S,
-    SHARE_LEAST,
-    SHARE_MIN_MOST,
-    TOKEN_S,
-    TPOT_USED,
-    TTFT_USED,
-)
 from subjects.ids import DeploymentKey
 from subjects.messages import ReplicaState, StepCosts
 
@@ -66,7 +42,7 @@ class Largest:
         return entries[0][1]
 
 
-BINS, BIN_FIRST_S, BIN_RATIO = LENGTH_BINS
+BINS, BIN_FIRST_S, BIN_RATIO = t.LENGTH_BINS
 
 
 class Lengths:
@@ -178,10 +154,10 @@ class _Tracker:
         self.followed_s = -math.inf
         self.lengths = Lengths()
         self.decode = 0.0
-        self.load_most = Largest(NEED_KEEP_S)
-        self.share_most = Largest(SHARE_KEEP_S)
-        self.seats_most = Largest(KV_KEEP_S)
-        self.kv_most = Largest(KV_KEEP_S)
+        self.load_most = Largest(t.NEED_KEEP_S)
+        self.share_most = Largest(t.SHARE_KEEP_S)
+        self.seats_most = Largest(t.KV_KEEP_S)
+        self.kv_most = Largest(t.KV_KEEP_S)
         self.requests = self.tokens_in = 0.0
         self.finished = self.tokens_out = self.expected = 0.0
 
@@ -192,8 +168,8 @@ class Needs:
     def __init__(
         self,
         headroom: HeadroomSettings | None = None,
-        keep_s: float = NEED_KEEP_S,
-        keep_lives: float = NEED_KEEP_LIVES,
+        keep_s: float = t.NEED_KEEP_S,
+        keep_lives: float = t.NEED_KEEP_LIVES,
     ) -> None:
         self.headroom = Headroom(headroom)
         self._keep_s, self._keep_lives = keep_s, keep_lives
@@ -223,7 +199,7 @@ class Needs:
             requests = model.arrivals.requests
             busy = model.running > 0 or model.waiting > 0 or requests[0] > 0 or requests[1] > 0 or requests[2] > 0
             gone_s = now_s - tracker.followed_s
-            if not busy and not tracker.busy and gone_s < LOOK_S:
+            if not busy and not tracker.busy and gone_s < t.LOOK_S:
                 continue
             tracker.busy = busy
             need.share = shares.get(model.record.deployment, 0.0)
@@ -231,14 +207,14 @@ class Needs:
             self._follow(now_s, min(max(1e-3, gone_s), 5.0), model, costs, tracker)
             need.mean = means[row]
             # While prompts queue each step takes a chunk of them, and decodes once beside it.
-            chunk_s = costs.prefill_token_s * CHUNK_TOKENS
+            chunk_s = costs.prefill_token_s * t.CHUNK_TOKENS
             batch = need.running / max(1, len(model.replicas))
             need.burst_share = chunk_s / (chunk_s + costs.step_const_s + batch * need.token_s)
             # Prompts go first, but answers cannot wait for ever: the less so the shorter they are.
-            patience = need.life_s / (need.life_s + PATIENCE_S)
+            patience = need.life_s / (need.life_s + t.PATIENCE_S)
             average = need.burst_share * (need.mean + need.decode + standing(model, costs))
             average = need.mean + patience * max(0.0, average - need.mean)
-            there = max(spare.get(model.record.deployment, 0.0), SHARE_LEAST)
+            there = max(spare.get(model.record.deployment, 0.0), t.SHARE_LEAST)
             self._base[row] = max(average, need.burst_share * there)
             self._wait_s[row] = max(0.2, 0.9 * model.record.sla.ttft_p95_ms / 1000 - tracker.lengths.above(0.1))
             need.level = self.headroom.level(row)
@@ -252,9 +228,9 @@ class Needs:
             waiting = model.waiting
             need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
             # Of what waits, what can be answered meanwhile counts with its answers.
-            answers_s = waiting * need.output_tokens * need.token_s * min(1.0, QUEUE_DRAIN_S / need.life_s)
-            need.queue = min(QUEUE_REPLICAS_MAX, max(0.0, need.waiting_s + answers_s - QUEUE_FREE_S) / QUEUE_DRAIN_S)
-            patience = need.life_s / (need.life_s + PATIENCE_S)
+            answers_s = waiting * need.output_tokens * need.token_s * min(1.0, t.QUEUE_DRAIN_S / need.life_s)
+            need.queue = min(t.QUEUE_REPLICAS_MAX, max(0.0, need.waiting_s + answers_s - t.QUEUE_FREE_S) / t.QUEUE_DRAIN_S)
+            patience = need.life_s / (need.life_s + t.PATIENCE_S)
             burst = need.prefill / need.burst_share - standing(model, costs)
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
             need.load = max(burst, need.mean + need.decode) * (1.0 + tracker.correction.load) + need.queue
@@ -296,37 +272,37 @@ class Needs:
             tracker.tokens_in = tracker.tokens_in * fade + sum(arrivals.input_tokens)
             tracker.expected = tracker.expected * fade + sum(arrivals.output_tokens)
             need.input_tokens = tracker.tokens_in / tracker.requests
-            if tracker.finished < FINISHED_MIN:
+            if tracker.finished < t.FINISHED_MIN:
                 need.output_tokens = max(1.0, sum(arrivals.output_tokens) / requests)
         if model.finished:
             # What was expected at arrival is a cautious quantile; the mean shows in those that ended.
             fade = math.exp(-model.finished / 300.0)
             tracker.finished = tracker.finished * fade + model.finished
             tracker.tokens_out = tracker.tokens_out * fade + model.finished_output_tokens
-            if tracker.finished >= FINISHED_MIN:
+            if tracker.finished >= t.FINISHED_MIN:
                 need.output_tokens = max(1.0, tracker.tokens_out / tracker.finished)
         token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
         need.token_s = token_s
         need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
-        life_s = min(max(2.0, need.output_tokens * TOKEN_S), 90.0)
+        life_s = min(max(2.0, need.output_tokens * t.TOKEN_S), 90.0)
         need.life_s = life_s
         fade = math.exp(-gone_s / life_s)
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
-        tpot_s = model.record.sla.tpot_ms / 1000 * TPOT_USED
+        tpot_s = model.record.sla.tpot_ms / 1000 * t.TPOT_USED
         by_running = model.running * token_s / tpot_s
         need.decode = max(tracker.decode, by_running)
         tracker.load_most.span_s = max(self._keep_s, self._keep_lives * life_s * min(2, model.record.gpus))
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
-        fade = math.exp(-gone_s / ACTIVITY_S)
+        fade = math.exp(-gone_s / t.ACTIVITY_S)
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
         busy = max(self._seated(model), self._soon(model, costs, need, tracker))
-        need.seats = tracker.seats_most.add(now_s, SEATS_FACTOR * busy)
+        need.seats = tracker.seats_most.add(now_s, t.SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
         need.share_min = min(
-            SHARE_MIN_MOST, tracker.lengths.above(MISSED_FREE) / (TTFT_USED * model.record.sla.ttft_p95_ms / 1000)
+            t.SHARE_MIN_MOST, tracker.lengths.above(t.MISSED_FREE) / (t.TTFT_USED * model.record.sla.ttft_p95_ms / 1000)
         )
         waits = model.oldest_wait_s / (model.record.sla.ttft_p95_ms / 1000)
         cold = not any(replica.state is ReplicaState.READY for replica in model.replicas)
@@ -340,10 +316,10 @@ class Needs:
         """Requests that should have a seat now: those that run, and a few of those that wait; all that wait where they do so
         for long because no seat is free."""
         ready = [replica for replica in model.replicas if replica.state is ReplicaState.READY]
-        if model.oldest_wait_s < LATE_S or model.running < SEATS_FULL_SHARE * sum(replica.slots for replica in ready):
+        if model.oldest_wait_s < t.LATE_S or model.running < t.SEATS_FULL_SHARE * sum(replica.slots for replica in ready):
             return model.running + min(model.waiting, 0.2 * model.running)
         seats = model.record.max_num_seqs
-        return max(model.running, len(ready) * seats) + min(model.waiting, max(QUEUE_REPLICAS_MAX, len(ready)) * seats)
+        return max(model.running, len(ready) * seats) + min(model.waiting, max(t.QUEUE_REPLICAS_MAX, len(ready)) * seats)
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's
@@ -352,7 +328,7 @@ class Needs:
         block = model.record.block_size
         held = sum((replica.kv_pages - replica.kv_pages_free) * block for replica in model.replicas)
         busy = max(model.running + model.waiting, self._soon(model, costs, need, tracker))
-        return max(held, busy * expected) * KV_FACTOR
+        return max(held, busy * expected) * t.KV_FACTOR
 
     def _soon(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """How many requests will run at once when they go on coming as they did (Little's law)."""
@@ -365,4 +341,4 @@ class Needs:
 
 def standing(model: ModelView, costs: StepCosts) -> float:
     """The share that each of a model's replicas eats at the time per token that plans use."""
-    return standing_share(costs, model.record.sla.tpot_ms / 1000 * TPOT_USED)
+    return standing_share(costs, model.record.sla.tpot_ms / 1000 * t.TPOT_USED)

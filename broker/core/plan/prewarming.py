@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from broker.core.plan import tunables as t
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.forecast import ALL_CLASSES, DeclaredEvent, Forecaster, Key
 from broker.core.plan.learning import DeviceScores
@@ -34,25 +35,6 @@ from broker.core.plan.policy import (
 )
 from broker.core.plan.problem import Need
 from broker.core.plan.triggers import EngineReading, EvictNeighbourKv, Fact, GrowKv, LoadReplica, Triggers, actions
-from broker.core.plan.tunables import (
-    ASK_ROUNDS,
-    EXPECTED_LATE_S,
-    FORECAST_ROOM_MAX,
-    GAIN_MIN,
-    HISTORY_S,
-    HITS_KNOWN_MIN,
-    HITS_MEMORY_S,
-    HORIZON_S,
-    KV_GROWTH,
-    LOOK_S,
-    MOMENTS,
-    NOW_S,
-    PREFILL_SHARE_MAX,
-    QUIET_S,
-    SLACK_S,
-    TELLING_PARTS,
-    WISH_S,
-)
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState, StepCosts
@@ -119,7 +101,7 @@ class Prospects:
                 known = self._arrived.get(model.record.deployment)
                 total = new if known is None else map(int.__add__, known, new)
                 self._arrived[model.record.deployment] = list(total)
-        if now_s - self._round_s < LOOK_S - 1e-6:
+        if now_s - self._round_s < t.LOOK_S - 1e-6:
             if self._telling:
                 self._tell(self._part)
             return
@@ -139,7 +121,7 @@ class Prospects:
         self._began_s = min(self._began_s, now_s)
         # Until it is as old as its time constant the running mean is the plain one.
         age_s = max(now_s - self._began_s, 1e-9)
-        fade = min(math.exp(-gone_s / NOW_S), max(0.0, 1.0 - gone_s / age_s))
+        fade = min(math.exp(-gone_s / t.NOW_S), max(0.0, 1.0 - gone_s / age_s))
         present: dict[DeploymentKey, None] = {}
         for (model, costs), need in zip(pairs, needs, strict=True):
             deployment = model.record.deployment
@@ -163,7 +145,7 @@ class Prospects:
         for known in (self._levels, self._expected, self._usual, self._best_hits, self._step_ratio, self._why):
             for deployment in [gone for gone in known if gone not in present]:
                 del known[deployment]
-        self._part = max(1, -(-len(self._telling) // TELLING_PARTS))
+        self._part = max(1, -(-len(self._telling) // t.TELLING_PARTS))
         self._told_all = False
 
     def _tell(self, most: int) -> None:
@@ -185,19 +167,19 @@ class Prospects:
         self._rounds += 1
         asks_all, self._asks_all = self._asks_all, False
         for place, (model, _) in enumerate(pairs):
-            if not asks_all and (place + self._rounds) % ASK_ROUNDS:
+            if not asks_all and (place + self._rounds) % t.ASK_ROUNDS:
                 continue
             deployment = model.record.deployment
             key = (deployment, ALL_CLASSES)
-            soon_s = model.load_s + SLACK_S
-            step_s = max(0.0, HORIZON_S - soon_s) / (MOMENTS - 1)
-            ahead_s = [soon_s + step_s * place for place in range(MOMENTS)]
+            soon_s = model.load_s + t.SLACK_S
+            step_s = max(0.0, t.HORIZON_S - soon_s) / (t.MOMENTS - 1)
+            ahead_s = [soon_s + step_s * place for place in range(t.MOMENTS)]
             event = self._event_of(deployment, now_s, now_s + ahead_s[-1])
-            if event is None and self.forecaster.observed_s(key) < HISTORY_S:
+            if event is None and self.forecaster.observed_s(key) < t.HISTORY_S:
                 self._expected.pop(deployment, None)
                 continue
             rates = [self.forecaster.rate_at(now_s, key, ahead) for ahead in ahead_s]
-            error = self.forecaster.predict(now_s, key, HORIZON_S).error
+            error = self.forecaster.predict(now_s, key, t.HORIZON_S).error
             name = event.name if event is not None else ""
             self._expected[deployment] = self._by_season(now_s, key, ahead_s[-1], Expected(max(rates), error, name))
 
@@ -209,7 +191,7 @@ class Prospects:
         if found is not None and abs(found[0]) > found[1]:
             change, miss = found
             if change > 0:
-                self._usual[deployment] = (now_s + ahead_s + EXPECTED_LATE_S, now + change, miss)
+                self._usual[deployment] = (now_s + ahead_s + t.EXPECTED_LATE_S, now + change, miss)
             elif not expected.by_event:
                 self._usual.pop(deployment, None)
                 return Expected(max(0.0, now + change), miss)
@@ -301,7 +283,7 @@ class Prospects:
         """What a step with this batch takes by the profile, prompts that share steps with answers counted on average."""
         tokens = (replica.kv_pages - replica.kv_pages_free) * model.record.block_size
         decode_s = costs.step_const_s + replica.running * costs.step_request_s + tokens * costs.step_context_token_s
-        share = min(PREFILL_SHARE_MAX, need.mean / max(1, len(model.replicas)))
+        share = min(t.PREFILL_SHARE_MAX, need.mean / max(1, len(model.replicas)))
         return max(1e-6, decode_s / (1.0 - share))
 
     def _hits(self, deployment: DeploymentKey, ratio: float | None) -> float | None:
@@ -309,9 +291,9 @@ class Prospects:
         taken to be the best that was found within the last hour or so."""
         if ratio is None:
             return None
-        fade = math.exp(-LOOK_S / HITS_MEMORY_S)
+        fade = math.exp(-t.LOOK_S / t.HITS_MEMORY_S)
         best = self._best_hits[deployment] = max(ratio, self._best_hits.get(deployment, 0.0) * fade)
-        return ratio / best if best >= HITS_KNOWN_MIN else None
+        return ratio / best if best >= t.HITS_KNOWN_MIN else None
 
     def _score(self, now_s: float, pairs: Pairs) -> None:
         assert self.scores is not None
@@ -334,17 +316,17 @@ class Prospects:
                 continue
             before = self._replicas[action.replica]
             was = before.kv_bytes if isinstance(action, ResizeReplicaKv) else before.slots
-            self._held[action.replica] = (now_s + QUIET_S, action, was)
+            self._held[action.replica] = (now_s + t.QUIET_S, action, was)
             self._actions.append(action)
         models = {model.record.deployment: model for model, _ in pairs}
         for fact in facts:
             match fact:
                 case LoadReplica():
                     model = models[fact.deployment]
-                    until_s, count = now_s + WISH_S + model.load_s, len(model.replicas) + 1
+                    until_s, count = now_s + t.WISH_S + model.load_s, len(model.replicas) + 1
                     self._more_replicas[fact.deployment] = (until_s, count, fact.reason)
                 case GrowKv() | EvictNeighbourKv():
-                    self._more_kv[self._replicas[fact.replica].deployment] = (now_s + WISH_S, fact.reason)
+                    self._more_kv[self._replicas[fact.replica].deployment] = (now_s + t.WISH_S, fact.reason)
                 case _:
                     pass  # Its action says all.
 
@@ -361,7 +343,7 @@ class Prospects:
         more_kv = self._more_kv.get(deployment)
         if more_kv is not None:
             keep = wanted.kv_keep_bytes if wanted.kv_keep_bytes is not None else wanted.kv_bytes
-            wanted = replace(wanted, kv_bytes=wanted.kv_bytes * KV_GROWTH, kv_keep_bytes=keep * KV_GROWTH)
+            wanted = replace(wanted, kv_bytes=wanted.kv_bytes * t.KV_GROWTH, kv_keep_bytes=keep * t.KV_GROWTH)
             why.append(f"a trigger asks for more KV: {more_kv[1]}")
         more_replicas = self._more_replicas.get(deployment)
         if more_replicas is not None and more_replicas[1] <= wanted.replicas_max:
@@ -376,19 +358,19 @@ class Prospects:
 
     def _raised(self, wanted: Need, need: ModelNeed, expected: Expected) -> tuple[Need, str]:
         now = self._levels.get(wanted.model, 0.0)
-        change = max(GAIN_MIN * now, 0.0 if expected.by_event else expected.error)
+        change = max(t.GAIN_MIN * now, 0.0 if expected.by_event else expected.error)
         cause = f"the event {expected.by_event!r}" if expected.by_event else "the forecast"
         if expected.rate - now > change:
             mean = need.mean + need.decode
             room = (need.load - need.queue) / mean if mean > 0.1 * expected.rate else 1.2
-            load = expected.rate * min(max(room, 1.0), FORECAST_ROOM_MAX)
+            load = expected.rate * min(max(room, 1.0), t.FORECAST_ROOM_MAX)
             keep = max(load, wanted.load, wanted.load_keep or 0.0)
             wanted = replace(wanted, load=max(wanted.load, load), load_keep=keep, replicas_min=max(wanted.replicas_min, 1))
             if wanted.idle_s:  # Work that comes makes it no place for others to take.
                 wanted = replace(wanted, idle_s=0.0, lack_none=max(wanted.lack_none, 1.0))
-            return wanted, f"{cause} expects work of {expected.rate:.2f} within {HORIZON_S:.0f} s, now {now:.2f}"
+            return wanted, f"{cause} expects work of {expected.rate:.2f} within {t.HORIZON_S:.0f} s, now {now:.2f}"
         if now - expected.rate > change and wanted.load_keep is not None and wanted.load_keep > wanted.load:
-            told = f"{cause} expects less work, {expected.rate:.2f} within {HORIZON_S:.0f} s, now {now:.2f}"
+            told = f"{cause} expects less work, {expected.rate:.2f} within {t.HORIZON_S:.0f} s, now {now:.2f}"
             return replace(wanted, load_keep=wanted.load), told
         return wanted, ""
 

@@ -13,28 +13,14 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
+from broker.core.plan import tunables as t
 from broker.core.plan.seasons import WEEK_BINS, Seasons
-from broker.core.plan.tunables import (
-    BIN_S,
-    DAY_LEANING,
-    HORIZONS_S,
-    JUDGE_POWER,
-    JUDGED_EVERY_S,
-    JUDGEMENTS,
-    LOOK_S,
-    SEASON_HORIZON_S_MIN,
-    SERIES_MEANS_S,
-    SLOPE_S,
-    SURGE_DEVIATIONS,
-    SURGE_REQUESTS_MIN,
-    ZERO_RUN_MAX,
-)
 
-WINDOW_S = int(LOOK_S)
-_SHARES = tuple(1.0 - math.exp(-WINDOW_S / tau_s) for tau_s in SERIES_MEANS_S)
-_TREND_S = SERIES_MEANS_S[3] - SERIES_MEANS_S[2]
+WINDOW_S = int(t.LOOK_S)
+_SHARES = tuple(1.0 - math.exp(-WINDOW_S / tau_s) for tau_s in t.SERIES_MEANS_S)
+_TREND_S = t.SERIES_MEANS_S[3] - t.SERIES_MEANS_S[2]
 """A running mean lags by its time constant, so two of them give a slope over the difference."""
-_PAST_BINS = 3600 // BIN_S
+_PAST_BINS = 3600 // t.BIN_S
 """The longest running mean speaks of about the last hour."""
 
 
@@ -119,7 +105,7 @@ class Series:
         self.last_load = window
         self._open_work = 0.0
         self._open_requests = 0
-        self._means = [0.0] * len(SERIES_MEANS_S)
+        self._means = [0.0] * len(t.SERIES_MEANS_S)
         self._last = 0.0
         self._variance = 0.0
         self._requests = 0.0
@@ -128,7 +114,7 @@ class Series:
         self._bin: int | None = None
         self._bin_work = 0.0
         self._bin_windows = 0
-        self._judged = [_Judged([0.0] * _EXPERTS, pending=deque()) for _ in HORIZONS_S]
+        self._judged = [_Judged([0.0] * _EXPERTS, pending=deque()) for _ in t.HORIZONS_S]
 
     # -------------------------------------------------------------------------------------------------------- observing
 
@@ -147,7 +133,7 @@ class Series:
         self._close(self._open_work, self._open_requests, bin_offset_s)
         self._open_work, self._open_requests = 0.0, 0
         behind -= 1
-        if behind > ZERO_RUN_MAX:
+        if behind > t.ZERO_RUN_MAX:
             self._skip(behind, bin_offset_s)
         else:
             for _ in range(behind):
@@ -176,7 +162,7 @@ class Series:
         self._requests += _SHARES[1] * (requests - self._requests)
         self._total += work
         self._count_season(work, bin_offset_s)
-        for place, stride in enumerate(JUDGED_EVERY_S):
+        for place, stride in enumerate(t.JUDGED_EVERY_S):
             if self.windows % stride == 0:
                 self._judge(place, bin_offset_s)
 
@@ -192,8 +178,8 @@ class Series:
         for judged in self._judged:
             assert judged.pending is not None
             judged.pending.clear()
-        first = int(self.window - count + bin_offset_s) // BIN_S
-        last = int(self.window + bin_offset_s) // BIN_S
+        first = int(self.window - count + bin_offset_s) // t.BIN_S
+        last = int(self.window + bin_offset_s) // t.BIN_S
         if self._bin is not None and self._bin_windows > 0:
             self._end_bin()
         for number in range(max(first + 1, last - _BINS_MAX), last):
@@ -201,7 +187,7 @@ class Series:
         self._bin = None
 
     def _count_season(self, work: float, bin_offset_s: float) -> None:
-        number = int(self.window - WINDOW_S + bin_offset_s) // BIN_S
+        number = int(self.window - WINDOW_S + bin_offset_s) // t.BIN_S
         if number != self._bin:
             if self._bin is not None:
                 self._end_bin()
@@ -210,7 +196,7 @@ class Series:
         self._bin_windows += 1
 
     def _end_bin(self) -> None:
-        if self._bin is not None and 2 * self._bin_windows >= BIN_S:
+        if self._bin is not None and 2 * self._bin_windows >= t.BIN_S:
             self.seasons.learn(self._bin, self._bin_work / self._bin_windows)
 
     # ------------------------------------------------------------------------------------------------------- forecasting
@@ -229,29 +215,29 @@ class Series:
         """By how much the rate usually changes from now to ``ahead_s`` ahead at this time of day, and how sure that is: by
         how much days differ. None where fewer than two days were seen."""
         now_s = self.window + bin_offset_s
-        return self.seasons.change(int(now_s) // BIN_S, int(now_s + ahead_s) // BIN_S)
+        return self.seasons.change(int(now_s) // t.BIN_S, int(now_s + ahead_s) // t.BIN_S)
 
     def surge(self) -> float | None:
         """The rate of the last seconds where it lies far above what noise explains, else None."""
         fast = self._means[0] if self._means[0] < self._means[1] else self._means[1]
-        if self._requests * SERIES_MEANS_S[1] < SURGE_REQUESTS_MIN:
+        if self._requests * t.SERIES_MEANS_S[1] < t.SURGE_REQUESTS_MIN:
             return None
         # A running mean over tau seconds has the noise of 2 tau of them.
-        noise = math.sqrt(self._variance / (2.0 * SERIES_MEANS_S[1]))
-        return fast if fast - self._means[3] > SURGE_DEVIATIONS * noise else None
+        noise = math.sqrt(self._variance / (2.0 * t.SERIES_MEANS_S[1]))
+        return fast if fast - self._means[3] > t.SURGE_DEVIATIONS * noise else None
 
     def _experts(self, begin_s: float, end_s: float, bin_offset_s: float) -> list[float]:
         means = self._means
         middle_s = 0.5 * (begin_s + end_s)
         slope = (means[2] - means[3]) / _TREND_S
         # The shorter mean speaks of a time constant ago; from there the slope fades.
-        ahead_s = SLOPE_S * (1.0 - math.exp(-(middle_s + SERIES_MEANS_S[2]) / SLOPE_S))
+        ahead_s = t.SLOPE_S * (1.0 - math.exp(-(middle_s + t.SERIES_MEANS_S[2]) / t.SLOPE_S))
         trend = max(0.0, means[2] + slope * ahead_s)
-        if end_s < SEASON_HORIZON_S_MIN or not self.seasons.bins:
+        if end_s < t.SEASON_HORIZON_S_MIN or not self.seasons.bins:
             return [*means, trend, self._last, (means[0] + self._last) / 2, means[3]]
         base = means[4]
         now_s = self.window + bin_offset_s
-        begin, end, now = int(now_s + begin_s) // BIN_S, int(now_s + end_s) // BIN_S, int(now_s) // BIN_S
+        begin, end, now = int(now_s + begin_s) // t.BIN_S, int(now_s + end_s) // t.BIN_S, int(now_s) // t.BIN_S
         seasons, past = self.seasons, now - _PAST_BINS
         day, day_past = seasons.day_rate(begin, end), seasons.day_rate(past, now - 1)
         week, week_past = seasons.week_rate(begin, end), seasons.week_rate(past, now - 1)
@@ -260,7 +246,7 @@ class Series:
             *means,
             trend,
             by_day,
-            base if day is None else DAY_LEANING * day + (1.0 - DAY_LEANING) * base,
+            base if day is None else t.DAY_LEANING * day + (1.0 - t.DAY_LEANING) * base,
             by_day if week is None else _scaled(base, week_past, week),
         ]
 
@@ -272,7 +258,7 @@ class Series:
         floor = 1e-12 + 1e-6 * max(judged.errors)
         weight_sum = value = 0.0
         for error, expert in zip(judged.errors, experts, strict=True):
-            weight = ((best + floor) / (error + floor)) ** JUDGE_POWER
+            weight = ((best + floor) / (error + floor)) ** t.JUDGE_POWER
             weight_sum += weight
             value += weight * expert
         return value / weight_sum
@@ -281,14 +267,14 @@ class Series:
         judged = self._judged[place]
         pending = judged.pending
         assert pending is not None
-        horizon_s = HORIZONS_S[place]
+        horizon_s = t.HORIZONS_S[place]
         while pending and pending[0][0] <= self.window:
             due, total, experts, mixed = pending.popleft()
             if due != self.window:
                 continue  # Not looked at in time: what came after it would count too.
             came = (self._total - total) / horizon_s
             judged.count += 1
-            share = max(1.0 / JUDGEMENTS[place], 1.0 / judged.count)
+            share = max(1.0 / t.JUDGEMENTS[place], 1.0 / judged.count)
             errors = judged.errors
             for number, expert in enumerate(experts):
                 miss = expert - came
@@ -299,18 +285,18 @@ class Series:
         pending.append((self.window + horizon_s, self._total, experts, self._mixed(judged, experts)))
 
 
-_EXPERTS = len(SERIES_MEANS_S) + 4
-_UNJUDGED = SERIES_MEANS_S.index(60.0)
+_EXPERTS = len(t.SERIES_MEANS_S) + 4
+_UNJUDGED = t.SERIES_MEANS_S.index(60.0)
 """The mean of the last minute, while nothing is known of how the simple forecasts do."""
 _BINS_MAX = WEEK_BINS
 
 
 def _nearest(horizon_s: float) -> int:
     """The judged horizon nearest in ratio."""
-    for place in range(len(HORIZONS_S) - 1):
-        if horizon_s * horizon_s <= HORIZONS_S[place] * HORIZONS_S[place + 1]:
+    for place in range(len(t.HORIZONS_S) - 1):
+        if horizon_s * horizon_s <= t.HORIZONS_S[place] * t.HORIZONS_S[place + 1]:
             return place
-    return len(HORIZONS_S) - 1
+    return len(t.HORIZONS_S) - 1
 
 
 def surge_share(horizon_s: float) -> float:

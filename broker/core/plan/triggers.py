@@ -21,19 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from broker.core.plan import tunables as t
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, SetReplicaConcurrency
-from broker.core.plan.tunables import (
-    EVICT_RATIO,
-    HIT_RATIO_EVICTS,
-    HIT_RATIO_GROWS_KV,
-    KEPT_MAX,
-    KV_GROWTH,
-    QUEUE_EVICTS,
-    QUIET_S,
-    SLOTS_EASED,
-    SLOTS_MIN,
-    STALL_S,
-)
 from broker.core.plan.windows import InRow
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
@@ -118,34 +107,34 @@ class Triggers:
                 urgent += self._evict_and_load(now_s, reading, beside[reading.replica])
             if self._misses(now_s, reading) and self._tell(now_s, "grow", reading.replica):
                 assert reading.hit_ratio is not None
-                why = f"prefix hits {reading.hit_ratio:.0%} are under {HIT_RATIO_GROWS_KV:.0%}"
-                growing.append(GrowKv(reading.replica, KV_GROWTH, why))
+                why = f"prefix hits {reading.hit_ratio:.0%} are under {t.HIT_RATIO_GROWS_KV:.0%}"
+                growing.append(GrowKv(reading.replica, t.KV_GROWTH, why))
             contended += self._contends(now_s, reading, beside[reading.replica])
         return tuple(urgent + growing + contended)
 
     def _starved(self, now_s: float, reading: EngineReading) -> bool:
-        low = reading.hit_ratio is not None and reading.hit_ratio < HIT_RATIO_EVICTS
-        return self._rows.read(now_s, ("queue", reading.replica), low and reading.waiting > QUEUE_EVICTS)
+        low = reading.hit_ratio is not None and reading.hit_ratio < t.HIT_RATIO_EVICTS
+        return self._rows.read(now_s, ("queue", reading.replica), low and reading.waiting > t.QUEUE_EVICTS)
 
     def _misses(self, now_s: float, reading: EngineReading) -> bool:
-        low = reading.hit_ratio is not None and reading.hit_ratio < HIT_RATIO_GROWS_KV
+        low = reading.hit_ratio is not None and reading.hit_ratio < t.HIT_RATIO_GROWS_KV
         return self._rows.read(now_s, ("hits", reading.replica), low)
 
     def _evict_and_load(self, now_s: float, reading: EngineReading, beside: list[EngineReading]) -> list[Fact]:
         assert reading.hit_ratio is not None
         why = f"{reading.waiting} requests wait with prefix hits at {reading.hit_ratio:.0%}"
         facts: list[Fact] = []
-        givers = [other for other in beside if not other.stays and other.waiting <= QUEUE_EVICTS]
+        givers = [other for other in beside if not other.stays and other.waiting <= t.QUEUE_EVICTS]
         victim = min(givers, key=lambda other: (other.waiting, other.replica), default=None)
         if victim is not None and self._tell(now_s, "evict", reading.replica):
-            facts.append(EvictNeighbourKv(reading.replica, victim.replica, EVICT_RATIO, why))
+            facts.append(EvictNeighbourKv(reading.replica, victim.replica, t.EVICT_RATIO, why))
         if self._tell(now_s, "load", reading.deployment):
             facts.append(LoadReplica(reading.deployment, why))
         return facts
 
     def _contends(self, now_s: float, reading: EngineReading, beside: list[EngineReading]) -> list[Fact]:
         stall_s = reading.step_s - reading.step_alone_s if reading.step_s is not None and reading.step_alone_s else 0.0
-        held = self._rows.read(now_s, ("stall", reading.replica), stall_s > STALL_S)
+        held = self._rows.read(now_s, ("stall", reading.replica), stall_s > t.STALL_S)
         others = [other for other in beside if not other.stays]
         if not held or not others:
             return []
@@ -156,11 +145,11 @@ class Triggers:
 
     def _tell(self, now_s: float, what: str, whom: str) -> bool:
         told_s = self._told_s.get((what, whom))
-        if told_s is not None and now_s - told_s < QUIET_S:
+        if told_s is not None and now_s - told_s < t.QUIET_S:
             return False
         self._told_s.pop((what, whom), None)
         self._told_s[(what, whom)] = now_s
-        while len(self._told_s) > KEPT_MAX:
+        while len(self._told_s) > t.KEPT_MAX:
             del self._told_s[next(iter(self._told_s))]
         return True
 
@@ -211,8 +200,8 @@ def actions(
                 action = ResizeReplicaKv(subject, view.kv_bytes + more, fact.reason)
         elif isinstance(fact, EvictNeighbourKv):
             action = ResizeReplicaKv(subject, int(view.kv_bytes * (1.0 - fact.ratio)), fact.reason)
-        elif view.slots > SLOTS_MIN:
-            action = SetReplicaConcurrency(subject, max(SLOTS_MIN, int(view.slots * SLOTS_EASED)), fact.reason)
+        elif view.slots > t.SLOTS_MIN:
+            action = SetReplicaConcurrency(subject, max(t.SLOTS_MIN, int(view.slots * t.SLOTS_EASED)), fact.reason)
         if action is not None:
             taken[subject] = None
             found.append(action)

@@ -16,19 +16,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from broker.core.plan import tunables as t
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look
 from broker.core.plan.problem import Block, Need
-from broker.core.plan.tunables import (
-    BIDS_MAX,
-    FAILING_IDLE_S,
-    IDLE_HALF_S,
-    IDLE_PRICE,
-    LATE_S,
-    SITES_MAX,
-    TURN_S,
-    WAIT_BOUND_S,
-)
 from subjects.ids import ReplicaId
 
 
@@ -77,7 +68,7 @@ class Turns:
             return []
         sellers = self._sellers()
         turns = []
-        most = max(4, min(BIDS_MAX, SITES_MAX // max(1, len(self.look.problem.sites))))
+        most = max(4, min(t.BIDS_MAX, t.SITES_MAX // max(1, len(self.look.problem.sites))))
         for bid, _, index in sorted(bids)[:most]:
             turn = self._buy(index, -bid, sellers)
             if turn is not None:
@@ -93,7 +84,7 @@ class Turns:
         found = [
             (-need.wait_s, need.model, index)
             for index, need in enumerate(needs)
-            if need.wait_s >= TURN_S and not self.layout.of(index) and need.replicas_max > 0 and not need.fails
+            if need.wait_s >= t.TURN_S and not self.layout.of(index) and need.replicas_max > 0 and not need.fails
         ]
         return [index for *_, index in sorted(found)]
 
@@ -113,9 +104,9 @@ class Turns:
         if count >= need.replicas_max or (need.idle_s > 0 and count >= max(need.floor, need.replicas_min)):
             return 0.0
         if count == 0:
-            value = self.value_max if need.wait_s >= WAIT_BOUND_S else need.value
+            value = self.value_max if need.wait_s >= t.WAIT_BOUND_S else need.value
             return value * max(need.wait_s, 1.0 if self.layout.lack(index) > 0 else 0.0)
-        late = need.wait_s >= LATE_S or count < need.floor
+        late = need.wait_s >= t.LATE_S or count < need.floor
         return need.value * self.layout.lack(index) if late else 0.0
 
     # ------------------------------------------------------------------------------------------------------------ sellers
@@ -134,7 +125,7 @@ class Turns:
             count = len(layout.of(block.need))
             last = count == 1
             if need.idle_s > 0:
-                price = IDLE_PRICE / (1.0 + need.idle_s / IDLE_HALF_S)
+                price = t.IDLE_PRICE / (1.0 + need.idle_s / t.IDLE_HALF_S)
             elif not look.ready(there.replica) or (last and not need.settled):
                 continue
             else:
@@ -152,7 +143,7 @@ class Turns:
     def _sells(self, seller: _Seller, index: int) -> bool:
         """Whether a block may leave for this bidder."""
         need = self.look.problem.needs[index]
-        if seller.need == index or (need.fails and seller.idle_s < FAILING_IDLE_S):
+        if seller.need == index or (need.fails and seller.idle_s < t.FAILING_IDLE_S):
             return False
         if seller.idle_s > 0:
             return True
@@ -164,7 +155,7 @@ class Turns:
     def _buy(self, index: int, bid: float, sellers: dict[int, list[_Seller]]) -> Turn | None:
         need = self.look.problem.needs[index]
         groups: dict[str, list[tuple[float, int, tuple[_Seller, ...]]]] = {}
-        claimed = set(self.claimed(index)) if need.wait_s < TURN_S else ()
+        claimed = set(self.claimed(index)) if need.wait_s < t.TURN_S else ()
         for site, place in enumerate(self.look.problem.sites):
             if place.kind not in need.rates or site in claimed:
                 continue
