@@ -136,7 +136,9 @@ class Coordinator:
             tuple([model.record.deployment for model, _ in pairs]),
         )
         due = seen != self._seen or now_s - self._looked_s >= t.LOOK_S - 1e-6 or bool(self._doomed)
-        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= t.LATE_S) for model, _ in pairs)
+        # In a large pool who waits beside its own replicas waits for the next whole look: looks cost time there.
+        late_s = t.LATE_S if len(view.devices) <= t.LARGE_DEVICES else math.inf
+        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= late_s) for model, _ in pairs)
         if not due and not starved and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
