@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 
 from tests.servers import NatsServer, ValkeyServer
 
@@ -24,6 +25,14 @@ def no_child_is_left() -> Iterator[None]:
     for child in alive:
         child.kill()
     assert not alive, f"left running: {alive}"
+
+
+@pytest.fixture(autouse=True)
+def logs_are_as_they_were() -> Iterator[None]:
+    """What a command that runs in this process says of its own logs holds for no other test."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 def _belongs_to(process: psutil.Process, pids: set[int]) -> bool:

@@ -168,7 +168,7 @@ async def shapes(stage: Stage) -> Faults:
 
     def tiny(name: str, kv: str, gpus: int = 1) -> str:
         engine = f"type: vllm, dtype: float32, max_context_len: 512, kv_cache_bytes: {kv}"
-        return service(name, "builtin:tiny-0", engine, resources=f"gpus: {gpus}", strategy="max_wait_s: 20")
+        return service(name, "builtin:tiny-0", engine, resources=f"gpus: {gpus}", strategy="max_wait_s: 60")
 
     services = tiny("small", "32MiB") + tiny("huge", "20GiB") + tiny("wide", "32MiB", 2)
     async with stage.pool(services, "cpu:1GiB", flags=("--threads", "1")) as seen:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import uvicorn
 
+from broker.api.openai_answers import error_body
 from broker.http import protocol as http_protocol
 from broker.http.cycle import UNREAD_BODY_BYTES_MAX, HttpCycle, Message
 from broker.http.protocol import HttpProtocol, ServerState
+from subjects.errors import ApiError
 from tests.waiting import until
 
 Send = Callable[[Message], Any]
@@ -74,11 +76,24 @@ class Transport(asyncio.Transport):
         """Nothing is read."""
 
 
+class Speaking:
+    """An application that says HTTP's own errors as OpenAI's API does."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, *exchange: Any) -> None:
+        await self._app(*exchange)
+
+    def error_body(self, error: ApiError) -> bytes:
+        return error_body(error)
+
+
 def connected(app: Any, *, reads: bool = True) -> tuple[HttpProtocol, Transport, ServerState]:
     """An open connection."""
     config = uvicorn.Config(app, http=HttpProtocol, lifespan="off", log_config=None)
     config.load()
-    config.loaded_app = app  # as it is, without uvicorn's own layers
+    config.loaded_app = Speaking(app)  # as it is, without uvicorn's own layers
     state = ServerState()
     protocol, transport = HttpProtocol(config, state, {}), Transport(reads=reads)
     transport.protocol = protocol
