@@ -63,13 +63,26 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------- running parts
 
-_POLICIES = ("carpool", "carpool-learning")
+def _known_policy(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    if text:
+        from broker.scheduler.policies import make_policy
+        from subjects.errors import ConfigError
+
+        try:
+            make_policy(text)
+        except ConfigError as error:
+            raise click.BadParameter(str(error)) from None
+    return text
+
+
 _RECORDING = click.Path(path_type=Path, dir_okay=False)
 _policy = click.option(
     "--policy",
-    type=click.Choice(_POLICIES),
-    help="Who decides: the coordinator (carpool, the default; models without costs follow the rules), the same while it "
-    "learns which device suits which model (carpool-learning), or the rules alone.",
+    metavar="NAME[:SETTING=N,...]",
+    callback=_known_policy,
+    help="Who decides: the coordinator (carpool, the default), or the same while it learns which device suits which model "
+    "(carpool-learning); with what a class is worth in devices (gold, silver, bronze, batch), how long an idle model stays "
+    "(keep_s) and how many may share a device (models_per_device): carpool:gold=5000,keep_s=600.",
 )
 
 

@@ -282,7 +282,7 @@ async def observed(stage: Stage) -> Faults:
         return (
             faults
             + unless(not seen.heard.loads("watched"), "it was loaded")
-            + unless(seen.ready("held") == 1, "it was evicted")
+            + unless(await seen.until_ready("held", 1, 3), "it was evicted")
             + unless(not any(answer.whole for answer in refused), "what it holds back was answered")
         )
 

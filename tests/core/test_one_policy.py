@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from broker.core.pool.events import SchedulerSettings
 from subjects.messages import ModelRecord, SlaClass, StepCosts
 from tests.core.scheduler_world import Request, World, record
 
@@ -201,4 +200,22 @@ def test_a_model_that_fails_to_load_evicts_nobody_that_is_used() -> None:
     assert healthy.longest_wait_s < 20.0
 
 
-SETTINGS = SchedulerSettings()
+def test_what_a_class_is_worth_and_keep_times_can_be_set() -> None:
+    """In the policy's own words; a wrong one is named."""
+    from broker.core.plan.coordinator import Coordinator
+    from broker.scheduler.policies import make_policy
+    from subjects.errors import ConfigError
+
+    plain, made = make_policy("carpool"), make_policy("carpool-learning:gold=5000,batch=1,keep_s=600,models_per_device=2")
+    assert isinstance(plain, Coordinator) and isinstance(made, Coordinator)
+    assert plain.settings.class_values == (3000.0, 1000.0, 300.0, 50.0)
+    assert made.settings.class_values == (5000.0, 1000.0, 300.0, 1.0)
+    assert (made.settings.keep_s, made.settings.residents_max, made.settings.learns_devices) == (600.0, 2, True)
+    for text, says in (
+        ("rules", "use one of carpool, carpool-learning"),
+        ("carpool:platinum=3", "no setting 'platinum'; there are gold, silver"),
+        ("carpool:gold=much", "gold=much: write a number from 0 up"),
+        ("carpool:keep_s=-1", "keep_s=-1: write a number from 0 up"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            make_policy(text)

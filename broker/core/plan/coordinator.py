@@ -68,6 +68,8 @@ class CoordinatorSettings:
     bounds_slots: bool = True
     shares_devices: bool = True
     """False: every replica has its devices for itself."""
+    residents_max: int | None = None
+    """Models that may share a device (SCH-3), where the pool sets no lower bound; None: as many as its memory holds."""
     resizes_kv: bool = True
     """False: a replica keeps the KV budget that it was loaded with."""
 
@@ -136,7 +138,9 @@ class Coordinator:
             tuple([model.record.deployment for model, _ in pairs]),
         )
         due = seen != self._seen or now_s - self._looked_s >= t.LOOK_S - 1e-6 or bool(self._doomed)
-        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= t.LATE_S) for model, _ in pairs)
+        # In a large pool who waits beside its own replicas waits for the next whole look: looks cost time there.
+        late_s = t.LATE_S if len(view.devices) <= t.LARGE_DEVICES else math.inf
+        starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= late_s) for model, _ in pairs)
         if not due and not starved and not self._anybody_lacks(needs):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
@@ -196,7 +200,8 @@ class Coordinator:
         return Look(now_s, view, [model for model, _ in pairs], needs, [costs for _, costs in pairs], problem, replicas)
 
     def _site(self, view: PoolView, device: DeviceView) -> Site:
-        residents = view.models_per_device_max if self.settings.shares_devices else 1
+        own = self.settings.residents_max if self.settings.shares_devices else 1
+        residents = min(own or view.models_per_device_max, view.models_per_device_max)
         group = f"{device.key[0]}/{device.link}" if device.link else ""
         return Site(device.key, group, _kind(device), device.memory_bytes, residents)
 
