@@ -63,6 +63,7 @@ def main() -> None:
 
 # ------------------------------------------------------------------------------------------------------- running parts
 
+
 def _known_policy(context: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
     if text:
         from broker.scheduler.policies import make_policy

@@ -37,6 +37,7 @@ from subjects.messages import (
     EngineType,
     KeptCosts,
     Lane,
+    LoadModel,
     ModelDemand,
     ModelRecord,
     ReplicaReport,
@@ -47,6 +48,7 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 from tests.core.scheduler_world import record
+from tests.core.test_placement import commands, settled
 
 H100 = "h100-80gb"
 TRUE = StepCosts(
@@ -472,3 +474,12 @@ def test_absurd_numbers_say_nothing() -> None:
         stage.sums = StepSums(steps=stage.sums.steps + 1000, requests=1, busy_s=busy_s)
         stage.tell()
     assert stage.book.costs_of(one, H100)[1] is Source.ESTIMATED and stage.book.rows(one)[0].steps == 0
+
+
+def test_steps_that_take_no_time_are_planned_too() -> None:
+    """Of an engine that answers at once, or a file that says 0: the plan divides by costs, and the model is loaded."""
+    free = StepCosts(prefill_token_s=0.0, step_const_s=0.0, step_request_s=0.0)
+    bench = settled(record("a", 0.5, costs={"": free, "cpu": free}))
+    bench.report()
+    (load,) = commands(bench.demand(a=0.2))
+    assert isinstance(load, LoadModel) and load.record.name == "a"

@@ -19,7 +19,7 @@ import msgspec
 from broker.core.plan import tunables as t
 from broker.core.pool.state import Device, Pool
 from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
-from profiles.estimate import Figures, estimate, figures, kind_figures, scaled
+from profiles.estimate import WITHOUT_DEVICE, Figures, estimate, figures, kind_figures, scaled
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import (
     CostPoint,
@@ -148,10 +148,10 @@ class CostBook:
         known = self._filled.get(record.deployment)
         if known is not None and known[0] is record and known[1] == self.news:
             return known[2]
-        costs = dict(record.costs)
+        costs = {kind: _some(given) for kind, given in record.costs.items()}
         for kind, (_, engines) in self._kinds.items():
             if engines is None or record.engine_type in engines:
-                costs[kind] = self.costs_of(record, kind)[0]
+                costs[kind] = _some(self.costs_of(record, kind)[0])
         if known is not None and known[0] is record and known[2].costs == costs:
             filled = known[2]
         else:
@@ -429,6 +429,12 @@ def _has_company(replica: ReplicaReport, replicas: Sequence[ReplicaReport]) -> b
         other.running and other.replica != replica.replica and not mine.isdisjoint((other.device, *other.peers))
         for other in replicas
     )
+
+
+def _some(costs: StepCosts) -> StepCosts:
+    """Costs that plans can divide by: no prompt takes less time than one whose engine is on no device of ours."""
+    least = WITHOUT_DEVICE.prefill_token_s
+    return costs if costs.prefill_token_s >= least else msgspec.structs.replace(costs, prefill_token_s=least)
 
 
 def _times(costs: StepCosts, factor: float) -> StepCosts:
