@@ -576,8 +576,9 @@ class Coordinator:
             share = min(layout.share(block.need, site) for site in block.sites)
             tpot_s = record.sla.tpot_ms / 1000 * t.TPOT_RUN
             slots = record.max_num_seqs
-            if need.request_s > 0:
-                slots = int(need.output_tokens * max(0.0, tpot_s * share - costs.step_const_s) / need.request_s)
+            # Where the steps alone take longer than that, fewer at once would bring no token in time.
+            if need.request_s > 0 and tpot_s * share > costs.step_const_s:
+                slots = int(need.output_tokens * (tpot_s * share - costs.step_const_s) / need.request_s)
             slots = min(max(slots, t.SLOTS_MIN), record.max_num_seqs)
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
