@@ -188,9 +188,11 @@ class Search:
         if wanted.gpus == 1:
             firsts: dict[tuple[str, bool], int] = {}
             for (_, kind), sites in empty.items():
-                order = [(site == wanted.avoids, layout.problem.sites[site].memory_bytes, site) for site in sites]
-                for *_, site in sorted(order):
-                    firsts.setdefault((kind, layout.paid(site)), site)
+                for site in sites:
+                    first = firsts.setdefault((kind, layout.paid(site)), site)
+                    smaller = layout.problem.sites[site].memory_bytes < layout.problem.sites[first].memory_bytes
+                    if first != site and site != wanted.avoids and (smaller or first == wanted.avoids):
+                        firsts[kind, layout.paid(site)] = site
             found = [sites for sites in places if layout.fits(need, sites)]
             others = [(site,) for sites in used.values() for site in sites]
             others.extend((site,) for site in firsts.values())

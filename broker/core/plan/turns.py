@@ -156,12 +156,18 @@ class Turns:
         need = self.look.problem.needs[index]
         groups: dict[str, list[tuple[float, int, tuple[_Seller, ...]]]] = {}
         claimed = set(self.claimed(index)) if need.wait_s < t.TURN_S else ()
-        for site, place in enumerate(self.look.problem.sites):
+        # Who has replicas gets places of idle models only, and in a large busy pool they are few.
+        idle = [site for site, there in sellers.items() if any(seller.idle_s > 0 for seller in there)]
+        for site in sorted(idle) if self.layout.of(index) else range(len(self.look.problem.sites)):
+            place = self.look.problem.sites[site]
             if place.kind not in need.rates or site in claimed:
                 continue
             if site == need.avoids and len(self.look.problem.sites) > 1:
                 continue
-            offer = self._offer(index, need, site, sellers.get(site, ()))
+            there = sellers.get(site, [])
+            if self.layout.free_bytes(site) + sum([seller.bytes_each for seller in there]) < need.bytes_min:
+                continue
+            offer = self._offer(index, need, site, there)
             if offer is not None:
                 price = sum(seller.price for seller in offer)
                 groups.setdefault(place.group if need.gpus > 1 else "", []).append((price, site, offer))

@@ -11,10 +11,11 @@ from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelVie
 from broker.core.pool.catalogue import Catalogue, DeviceKey, Model
 from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import SchedulerSettings
+from broker.core.pool.memory import Room
 from broker.core.pool.state import COMING, Device, Flow, Pool, Replica, Reservation
 from broker.core.pool.transactions import Transactions
 from subjects.ids import DeploymentKey, ReplicaId, base_name
-from subjects.messages import Mode, ModelRecord, ReplicaReport, ReplicaState
+from subjects.messages import DeviceReport, Mode, ModelRecord, ReplicaReport, ReplicaState
 
 _NO_ARRIVALS = Arrivals()
 
@@ -38,6 +39,8 @@ class ViewBuilder:
         self._feasibility = feasibility
         self._transactions = transactions
         self._replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = {}
+        self._seen_devices: dict[DeviceKey, tuple[Room, DeviceReport, int, DeviceView]] = {}
+        """As of these and of so much news in the catalogue."""
         self.unix_offset_s = 0.0
         """Added to the scheduler's clock it gives wall-clock time."""
         self._events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
@@ -83,12 +86,18 @@ class ViewBuilder:
         return self._events[1]
 
     def _devices(self) -> dict[DeviceKey, DeviceView]:
-        pool = self._pool
+        pool, news = self._pool, self._catalogue.news
+        before, self._seen_devices = self._seen_devices, {}
         views = {}
         for device in pool.devices(usable=True):
             room, report = pool.room(device), device.report
+            known = before.get(device.key)
+            if known is not None and known[0] is room and known[1] is report and known[2] == news:
+                self._seen_devices[device.key] = known
+                views[device.key] = known[3]
+                continue
             snapshot = device.worker.snapshot
-            views[device.key] = DeviceView(
+            view = views[device.key] = DeviceView(
                 device.key,
                 report.kind,
                 report.device_type,
@@ -100,6 +109,7 @@ class ViewBuilder:
                 report.busy_s,
                 tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
             )
+            self._seen_devices[device.key] = (room, report, news, view)
         return views
 
     def _lost_bytes(self, device: Device) -> int:
@@ -114,7 +124,7 @@ class ViewBuilder:
                 continue
             if record is None or replica.dead:
                 lost += report.budget_bytes
-            else:
+            elif report.budget_bytes != record.budget_bytes or report.kv_bytes not in (0, record.kv_bytes):
                 kv_bytes = -(-(report.kv_bytes or record.kv_bytes) // record.gpus)
                 lost += max(0, report.budget_bytes - fixed_bytes(record) - kv_bytes)
         return lost
