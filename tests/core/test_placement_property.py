@@ -25,6 +25,8 @@ QUICK = SchedulerSettings(drain_s=6.0)
 QUICK_TURNS = CoordinatorSettings(turn_s=4.0, residency_s=2.0)
 NAMES = "abcde"
 SETTLE_S = 240.0
+CHANGE_S = 60.0
+"""How long one change of an idle pool may take: on a bus that loses messages each is repeated until its stage's bound."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ def play(scenario: Scenario) -> World:
     if isinstance(policy, Meddler):
         world.core.policy = policy.coordinator
     world.run_until(world.all_ended, bound_s=SETTLE_S)
-    world.run(60.0 if scenario.meddles else 10.0)  # What was begun for nobody ends by itself.
+    world.run(60.0 if scenario.meddles else 10.0)  # What was begun for nobody ends by itself,
+    world.run_until(lambda: not world.core.transactions.running and not world.core.pool.leaving, bound_s=CHANGE_S)
     return world
 
 
