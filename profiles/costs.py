@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from subjects.messages import CostPoint, EngineType, StepCosts, StepSums
+from subjects.messages import CostPoint, DeviceKind, EngineType, ModelRecord, StepCosts, StepSums
 
 LENGTH_CLASS_TOKENS_MAX = (512, 2048)
 """Upper ends of the short and the medium length class, in input tokens (SCH-5)."""
@@ -227,3 +227,13 @@ def _least_squares(
         rest = matrix[place][size] - sum(matrix[place][index] * solved[kept[index]] for index in range(place + 1, size))
         solved[kept[place]] = rest / matrix[place][place]
     return solved
+
+
+SEQUENCES = {DeviceKind.CPU: 8, DeviceKind.GPU: 64}
+"""Requests at once where a model's file says nothing: a CPU computes no faster for more, a GPU reads its weights for 64
+requests as fast as for one."""
+
+
+def sequences(record: ModelRecord, kind: DeviceKind) -> int:
+    """Requests that a replica of a model runs at once on this kind of device."""
+    return record.max_num_seqs or SEQUENCES[kind]

@@ -257,7 +257,7 @@ def _simulated_record(service: ModelService, base_dir: Path) -> ModelRecord:
         "version": spec.version,
         "sizes": sizes,
         "context": context_len,
-        "seqs": engine.max_num_seqs,
+        "seqs": engine.max_num_seqs or 8,
         "block": engine.block_size,
         "dtype": engine.dtype,
         "options": options,
@@ -324,7 +324,7 @@ def _record(
         budget_bytes=-(-(weights_bytes + kv_bytes) // spec.resources.gpus) + overhead_bytes,
         block_size=engine.block_size,
         max_context_len=context_len,
-        max_num_seqs=engine.max_num_seqs,
+        max_num_seqs=engine.max_num_seqs or (0 if engine.type is EngineType.VLLM else 8),
         max_output_tokens_default=min(engine.max_output_tokens_default, context_len - 1),
         warmup_tokens=min(engine.warmup_tokens, context_len // 2),
         min_replicas=strategy.min_replicas,
@@ -421,7 +421,7 @@ def _context_len(declared: int | None, possible: int) -> int:
 def _kv_bytes(service: ModelService, per_token: int, context_len: int) -> int:
     engine = service.spec.engine
     if engine.kv_cache_bytes is None:
-        return capacity.kv_default_bytes(per_token, engine.block_size, context_len, engine.max_num_seqs)
+        return capacity.kv_default_bytes(per_token, engine.block_size, context_len, engine.max_num_seqs or 8)
     declared = parse_size(engine.kv_cache_bytes)
     # One page is the engine's own; the rest must hold at least one longest context, or such a request could never run.
     pages = declared // (per_token * engine.block_size) - 1

@@ -138,7 +138,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How the model is run. ``kv_cache_bytes`` is a number of bytes or a size such as ``64MiB``; absent: computed."""
 
     type: EngineType = EngineType.VLLM
-    max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 8
+    max_num_seqs: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.92
     block_size: Annotated[int, msgspec.Meta(ge=16, le=256, multiple_of=16)] = 32
     max_context_len: Annotated[int, msgspec.Meta(ge=16, le=2**31 - 1)] | None = None

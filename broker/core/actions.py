@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import assert_never
 
+import msgspec
+
 from broker.core.digest import DigestBuilder
 from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.policy import Action, ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
@@ -21,6 +23,7 @@ from broker.core.pool.state import COMING, Device, Pool, Replica
 from broker.core.pool.transaction import Kind, Transaction
 from broker.core.pool.transactions import Transactions
 from profiles.budget import with_kv
+from profiles.costs import sequences
 from subjects.ids import DeploymentKey, ReplicaId, WorkerId, base_name
 from subjects.messages import KvOrder, Mode, ModelRecord, ReplicaState
 
@@ -219,6 +222,8 @@ class Actions:
         refusal = self._feasibility.cannot_span(record, known) or self._victims_refusal(action, known)
         if refusal:
             return refusal
+        if not record.max_num_seqs:
+            record = msgspec.structs.replace(record, max_num_seqs=sequences(record, known[0].report.kind))
         victims = [pool.replicas[victim] for victim in action.victims]
         refusal = self._feasibility.room_refusal(record, known, victims)
         if refusal:

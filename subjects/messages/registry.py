@@ -120,6 +120,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 32
     max_context_len: int
     max_num_seqs: int = 8
+    """Requests that a replica runs at once; 0: by the kind of its device (``profiles.costs.sequences``)."""
     max_output_tokens_default: int = 256
     warmup_tokens: int = 4
     min_replicas: int = 0

@@ -26,7 +26,7 @@ from broker.core.pool.events import (
 )
 from broker.core.pool.state import Pool
 from broker.core.scheduler import SchedulerCore
-from profiles.costs import fit_costs, knee, median_error, nonnegative, sums_between, sums_of, work_s
+from profiles.costs import fit_costs, knee, median_error, nonnegative, sequences, sums_between, sums_of, work_s
 from profiles.estimate import SIMULATED, WITHOUT_DEVICE, estimate, kind_figures
 from subjects.ids import DeviceId, ReplicaId, WorkerId
 from subjects.messages import (
@@ -483,3 +483,10 @@ def test_steps_that_take_no_time_are_planned_too() -> None:
     bench.report()
     (load,) = commands(bench.demand(a=0.2))
     assert isinstance(load, LoadModel) and load.record.name == "a"
+
+
+@pytest.mark.parametrize(("kind", "seats"), [(DeviceKind.CPU, 8), (DeviceKind.GPU, 64)])
+def test_how_many_run_at_once_follows_the_kind_of_device(kind: DeviceKind, seats: int) -> None:
+    """Where the model's file says nothing; what it says holds on any."""
+    silent = record("a", max_num_seqs=0)
+    assert (sequences(silent, kind), sequences(record("a", max_num_seqs=3), kind)) == (seats, 3)

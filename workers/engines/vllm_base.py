@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from profiles.costs import sequences
 from subjects.errors import EngineError
-from subjects.messages import Adapter, Task
+from subjects.messages import Adapter, DeviceKind, Task
 from workers.engines.adapter_gate import AdapterGate, AdapterRefused, adapter_arguments, lora_request
 from workers.engines.base import EngineInfo, EngineRequest, PrefixHits, TaskEngine
 from workers.engines.kv_reuse import KvReuse, reuses_kv
@@ -23,10 +26,15 @@ if TYPE_CHECKING:
 class VllmBase(TaskEngine):
     """A vLLM engine, wherever its steps are made."""
 
+    device_kind = DeviceKind.GPU
+    chunk_tokens: int | None = None
+    """Prompt tokens that one step takes where nothing is known of costs; None: as vLLM would have it."""
+
     def __init__(self, spec: ReplicaSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._record = spec.record
+        seats = sequences(spec.record, self.device_kind)
+        self._record = msgspec.structs.replace(spec.record, max_num_seqs=seats)
         self._embeds = spec.record.task is Task.EMBED
         self._gate = AdapterGate(spec.record, load=self._load_adapter, evict=self._evict_adapter)
         self._kv = KvReuse(spec) if reuses_kv(spec) else None
@@ -63,7 +71,9 @@ class VllmBase(TaskEngine):
         from workers.engines.vllm_openai import engine_arguments
         from workers.engines.vllm_turns import turn_arguments
 
-        arguments = engine_arguments(self._record) | turn_arguments(self._spec) | adapter_arguments(self._record)
+        arguments = (
+            engine_arguments(self._record, self.chunk_tokens) | turn_arguments(self._spec) | adapter_arguments(self._record)
+        )
         return arguments if self._kv is None else arguments | self._kv.arguments()
 
     def _info(self, tokenizer: Any, *, sleeps: bool = False) -> EngineInfo:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from profiles.costs import sums_of
 from subjects.errors import EngineError
 from subjects.ids import RequestId
-from subjects.messages import Adapter, Delta, StepSums
+from subjects.messages import Adapter, Delta, DeviceKind, StepSums
 from workers.core.held_request import Key
 from workers.engines.adapter_gate import lora_request
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
@@ -43,6 +43,9 @@ STOP_TIMEOUT_S = 10.0
 
 class VllmEngine(VllmBase):
     """The ``vllm`` engine on CPU. One per process: vLLM keeps process globals."""
+
+    device_kind = DeviceKind.CPU
+    chunk_tokens = 512
 
     def __init__(self, spec: ReplicaSpec) -> None:
         super().__init__(spec)

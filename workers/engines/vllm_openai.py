@@ -53,15 +53,19 @@ WITHHELD_ARGUMENTS = ("kv_transfer_params", "ec_transfer_params")
 _LAYER_OPTIONS = ("chat_template", *PARSING_OPTIONS)
 
 
-def engine_arguments(record: ModelRecord) -> dict[str, Any]:
+def engine_arguments(record: ModelRecord, chunk: int | None = None) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``EngineArgs`` for ``record``. KV gets exactly ``record.kv_bytes``, shared by the
     devices that it spans.
 
-    Every other key of ``record.engine_options`` is passed on; those of the OpenAI layer are taken out.
+    ``chunk`` is how many prompt tokens one step takes where the record has no costs; None leaves that to vLLM. Every other
+    key of ``record.engine_options`` is passed on; those of the OpenAI layer are taken out.
     """
     options = {name: value for name, value in record.engine_options.items() if name not in _LAYER_OPTIONS}
     if record.costs:
         chunk = min(chunk_tokens(costs, record.sla.tpot_ms / 1000) for costs in record.costs.values())
+    elif record.task is Task.EMBED:
+        chunk = None
+    if chunk is not None:
         options = {"max_num_batched_tokens": max(chunk, record.max_num_seqs), **options}
     return {
         "model": record.source,

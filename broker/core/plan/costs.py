@@ -18,12 +18,13 @@ import msgspec
 
 from broker.core.plan import tunables as t
 from broker.core.pool.state import Device, Pool
-from profiles.costs import engine_name, fit_costs, is_sane, median_error, sums_between, sums_of, work_s
+from profiles.costs import engine_name, fit_costs, is_sane, median_error, sequences, sums_between, sums_of, work_s
 from profiles.estimate import WITHOUT_DEVICE, Figures, estimate, figures, kind_figures, scaled
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import (
     CostPoint,
     CostsMeasured,
+    DeviceKind,
     EngineType,
     KeptCosts,
     ModelDemand,
@@ -114,6 +115,8 @@ class CostBook:
         self._sums: dict[WorkerId, dict[ReplicaId, StepSums]] = {}
         self._filled: dict[DeploymentKey, tuple[ModelRecord, int, ModelRecord]] = {}
         self._devices: list[Device] | None = None
+        self._hardware = DeviceKind.CPU
+        """GPU where there is any: what a model may run at once depends on it."""
         self._kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
         self._profiled: dict[DeploymentKey, tuple[float, int]] = {}
         """Models of which somebody wants whole curves: until when, and up to which batch."""
@@ -152,10 +155,13 @@ class CostBook:
         for kind, (_, engines) in self._kinds.items():
             if engines is None or record.engine_type in engines:
                 costs[kind] = _some(self.costs_of(record, kind)[0])
-        if known is not None and known[0] is record and known[2].costs == costs:
+        seats = sequences(record, self._hardware)
+        if known is not None and known[0] is record and known[2].costs == costs and known[2].max_num_seqs == seats:
             filled = known[2]
+        elif costs == record.costs and seats == record.max_num_seqs:
+            filled = record
         else:
-            filled = record if costs == record.costs else msgspec.structs.replace(record, costs=costs)
+            filled = msgspec.structs.replace(record, costs=costs, max_num_seqs=seats)
         self._filled[record.deployment] = (record, self.news, filled)
         return filled
 
@@ -191,6 +197,9 @@ class CostBook:
         if devices is self._devices:
             return
         self._devices = devices
+        before = self._hardware
+        gpus = any(device.report.kind is DeviceKind.GPU for device in devices)
+        self._hardware = DeviceKind.GPU if gpus else DeviceKind.CPU
         kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
         for device in devices:
             snapshot = device.worker.snapshot
@@ -201,7 +210,7 @@ class CostBook:
                 kinds[kind] = (figures(device.report), engines)
             else:
                 kinds[kind] = (known[0], None if known[1] is None or engines is None else known[1] | engines)
-        if kinds != self._kinds:
+        if kinds != self._kinds or before is not self._hardware:
             self._kinds = kinds
             self.news += 1
 
