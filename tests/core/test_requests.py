@@ -546,6 +546,17 @@ def test_nobody_is_parked_while_a_replica_is_not_known_yet() -> None:
     assert gateway.submit(RequestId("gw-2")) == []
 
 
+def test_a_replica_that_came_up_beside_a_busy_one_gets_requests() -> None:
+    """Only the queue reaches who has nothing of ours yet: the one that we know is not filled to its last slot first."""
+    gateway = Gateway()
+    gateway(pool_of(rep_a=1.0, rep_b=1.0))
+    gateway.knows(HOLDER, slots=20)  # One request runs there, and goes on.
+    assert gateway.submit() == ["publish gw-1.1.1 to s for 20"]
+    gateway.claim(replica=OTHER)
+    gateway.knows(OTHER, slots=20)
+    assert gateway.submit(RequestId("gw-2"))[0].startswith("hand")
+
+
 def pool_of(**weights: float) -> e.PoolChanged:
     """The pool's word: these replicas serve, each with its weight."""
     rows = tuple(

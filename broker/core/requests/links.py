@@ -169,11 +169,12 @@ class Links:
         count, since_s = self._queued.get((live.profile.deployment, live.profile.lane._value_), (0, now_s))
         if count and now_s - since_s > PARK_S_MAX:
             return False
-        return all(replica in self.links for replica in self._ready.get(live.profile.deployment, ()))
+        return self._knows_all(live.profile.deployment)
 
     def pick(self, now_s: float, live: LiveRequest) -> Choice:
         """Where it goes: of the replicas with room for it the one that holds least for its weight, of equals the one with
-        most room, then the one known first; or as its prefix would have it; nowhere while others of its lane are queued."""
+        most room, then the one known first; or as its prefix would have it. Nowhere while others of its lane are queued, nor
+        where all that we know are at work beside a replica that serves and has nothing of ours: the queue reaches it."""
         if (live.profile.deployment, live.profile.lane._value_) in self._queued:
             return NOWHERE
         holders = self._holders_for(live)
@@ -185,7 +186,12 @@ class Links:
             slots = link.slots_for(pages) if link.takes(live) else 0
             if slots and (link.load, -slots) < best:
                 best, picked = (link.load, -slots), replica
-        return NOWHERE if picked is None else Choice(None, picked)
+        if picked is None or (best[0] and not self._knows_all(live.profile.deployment)):
+            return NOWHERE
+        return Choice(None, picked)
+
+    def _knows_all(self, model: DeploymentKey) -> bool:
+        return all(replica in self.links for replica in self._ready.get(model, ()))
 
     def _holders_for(self, live: LiveRequest) -> PrefixHolders:
         if live.prefix is None or self._prefixes is None or self._prefixes.empty:
