@@ -360,7 +360,7 @@ async def weights(stage: Stage) -> Faults:
                     {one["replica"]: one["weight"] for one in (await seen.tell("explain", what="shared"))["replicas"]}
                 )
 
-        load = seen.busy(["shared"] * 4 + ["neighbour"] * 6, 20, 20)
+        load = seen.busy(["shared"] * 8 + ["neighbour"] * 6, 20, 20)
         answers, _ = await asyncio.gather(load, look())
         counts = Counter(answer.replica for answer in answers if answer.model == "shared")
         off = share_error(counts, told)
