@@ -13,7 +13,7 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -63,13 +63,8 @@ def weights_hash(directory: Path, *, trust_cache: bool = True) -> str:
         ConfigError: no weights there, or a file changed while it was read.
     """
     digests = Digests()
-    return _weights_hash(
-        (path.name, path.stat().st_size, digests.file(path, trust=trust_cache)) for path in weight_files(directory)
-    )
-
-
-def _weights_hash(entries: Iterable[tuple[str, int, str]]) -> str:
-    manifest = "".join(f"{size} {digest} {name}\n" for name, size, digest in sorted(entries))
+    files = [(path.stat().st_size, digests.file(path, trust=trust_cache), path.name) for path in weight_files(directory)]
+    manifest = "".join(f"{size} {digest} {name}\n" for size, digest, name in files)
     return hashlib.sha256(b"carpool weights 1\n" + manifest.encode()).hexdigest()
 
 
