@@ -99,9 +99,10 @@ def knee(costs: StepCosts, input_tokens: float) -> float:
     return costs.step_const_s / each_s if each_s > 0 else math.inf
 
 
-def sums_of(one: StepSums, other: StepSums) -> StepSums:
-    """Both together."""
-    return StepSums(**{name: getattr(one, name) + getattr(other, name) for name in StepSums.__struct_fields__})
+def sums_of(one: StepSums, other: StepSums, took_s: float = 0.0) -> StepSums:
+    """Both together; ``took_s`` is added to their time."""
+    both = {name: getattr(one, name) + getattr(other, name) for name in StepSums.__struct_fields__}
+    return StepSums(**both | {"busy_s": both["busy_s"] + took_s})
 
 
 def median_error(costs: StepCosts, measured: Sequence[StepSums]) -> float:

@@ -210,7 +210,7 @@ def test_sums_and_the_knee() -> None:
     """What was done between two moments; half of all tokens per second come at a batch of 12 ms over 0.3 ms."""
     one, other = work(1, 10, decodes=True), work(4, 100, decodes=False)
     assert sums_between(one, sums_of(one, other)).prompt_tokens == 400
-    assert sums_of(one, other).busy_s == pytest.approx(one.busy_s + other.busy_s)
+    assert sums_of(one, other, 1.0).busy_s == pytest.approx(one.busy_s + other.busy_s + 1.0)
     assert knee(TRUE, 1000) == pytest.approx(0.012 / 0.0003)
     assert knee(StepCosts(prefill_token_s=1.0, step_const_s=1.0), 1000) == math.inf
     assert math.isnan(median_error(TRUE, []))

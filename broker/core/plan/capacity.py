@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from subjects.messages import StepCosts
 
-# ------------------------------------------------------------------------------------------------------ one request's work
-
 
 def context_mean_tokens(input_tokens: float, output_tokens: float) -> float:
     """Tokens that a request holds on average while it decodes."""
@@ -34,9 +32,6 @@ def decode_work_s(costs: StepCosts, input_tokens: float, output_tokens: float) -
 def prefill_work_s(costs: StepCosts, input_tokens: float) -> float:
     """Seconds of prefill, for a mean of tokens too."""
     return costs.prefill_token_s * input_tokens + costs.prefill_token2_s * input_tokens * input_tokens
-
-
-# ------------------------------------------------------------------------------------------------- what a load needs
 
 
 def standing_share(costs: StepCosts, tpot_s: float) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from broker.core.plan import tunables as t
-from broker.core.plan.capacity import prefill_work_s, standing_share
+from broker.core.plan.capacity import context_mean_tokens, prefill_work_s, standing_share
 from broker.core.plan.headroom import Headroom
 from broker.core.plan.policy import ModelView
 from subjects.ids import DeploymentKey
@@ -219,10 +219,8 @@ class Needs:
         is the share of devices that each could borrow from its neighbours at once, ``shares`` what its replicas have of
         their devices' time on average. The answers are in their order."""
         trackers = self._known(models)
-        rows = self.headroom.rows
-        if len(self._base) != rows:
-            self._base = np.resize(self._base, rows)
-            self._wait_s = np.resize(self._wait_s, rows)
+        if len(self._base) != self.headroom.rows:
+            self._base, self._wait_s = (np.resize(known, self.headroom.rows) for known in (self._base, self._wait_s))
         means = self.headroom.means()
         for (model, costs), tracker in zip(models, trackers, strict=True):
             need, row = tracker.need, tracker.row
@@ -249,12 +247,9 @@ class Needs:
             need.level = self.headroom.level(row)
         wanted = self.headroom.look(now_s, self._base, self._wait_s).tolist()
         fast = self.headroom.fasts()
-        needs = []
         for (model, costs), tracker in zip(models, trackers, strict=True):
-            need = tracker.need
-            need.prefill = wanted[tracker.row]
-            need.fast = fast[tracker.row]
-            waiting = model.waiting
+            need, waiting = tracker.need, model.waiting
+            need.prefill, need.fast = wanted[tracker.row], fast[tracker.row]
             need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
             # Of what waits, what can be answered meanwhile counts with its answers.
             answers_s = waiting * need.output_tokens * need.token_s * min(1.0, t.QUEUE_DRAIN_S / need.life_s)
@@ -264,15 +259,13 @@ class Needs:
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
             need.load = max(burst, need.mean + need.decode) * (1.0 + tracker.correction.load) + need.queue
             need.load_keep = tracker.load_most.add(now_s, need.load)
-            needs.append(need)
-        return needs
+        return [tracker.need for tracker in trackers]
 
     def _known(self, models: list[tuple[ModelView, StepCosts]]) -> list[_Tracker]:
         present = {model.record.deployment: model.replicas for model, _ in models}
         for deployment in [known for known in self._trackers if known not in present]:
-            row = self._trackers.pop(deployment).row
-            self.headroom.forget_row(row)
-            self._free_rows.append(row)
+            self._free_rows.append(self._trackers.pop(deployment).row)
+            self.headroom.forget_row(self._free_rows[-1])
         trackers = []
         for deployment, replicas in present.items():
             tracker = self._trackers.get(deployment)
@@ -312,16 +305,13 @@ class Needs:
             tracker.tokens_out = tracker.tokens_out * fade + model.finished_output_tokens
             if tracker.finished >= t.FINISHED_MIN:
                 need.output_tokens = max(1.0, tracker.tokens_out / tracker.finished)
-        token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
-        need.token_s = token_s
+        context = context_mean_tokens(need.input_tokens, need.output_tokens)
+        need.token_s = token_s = costs.step_request_s + costs.step_context_token_s * context
         need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
-        life_s = min(max(2.0, need.output_tokens * t.TOKEN_S), 90.0)
-        need.life_s = life_s
+        need.life_s = life_s = min(max(2.0, need.output_tokens * t.TOKEN_S), 90.0)
         fade = math.exp(-gone_s / life_s)
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
-        tpot_s = model.record.sla.tpot_ms / 1000 * t.TPOT_USED
-        by_running = model.running * token_s / tpot_s
-        need.decode = max(tracker.decode, by_running)
+        need.decode = max(tracker.decode, model.running * token_s / (model.record.sla.tpot_ms / 1000 * t.TPOT_USED))
         tracker.load_most.span_s = max(self._keep_s, self._keep_lives * life_s * min(2, model.record.gpus))
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
@@ -332,14 +322,13 @@ class Needs:
         busy = max(self._seated(model), self._soon(model, costs, need, tracker))
         need.seats = tracker.seats_most.add(now_s, t.SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
-        need.share_min = min(
-            t.SHARE_MIN_MOST, tracker.lengths.above(t.MISSED_FREE) / (t.TTFT_USED * model.record.sla.ttft_p95_ms / 1000)
-        )
-        waits = model.oldest_wait_s / (model.record.sla.ttft_p95_ms / 1000)
+        ttft_ms = model.record.sla.ttft_p95_ms
+        share_min = min(t.SHARE_MIN_MOST, tracker.lengths.above(t.MISSED_FREE) / (t.TTFT_USED * ttft_ms / 1000))
+        need.share_min = tracker.share_most.add(now_s, share_min)
+        waits = model.oldest_wait_s / (ttft_ms / 1000)
         cold = not any(replica.state is ReplicaState.READY for replica in model.replicas)
         tracker.correction.look(now_s, gone_s, model.finished, model.finished - model.within_slo, waits, cold=cold)
         need.share_floor = tracker.correction.share
-        need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
 
