@@ -235,13 +235,10 @@ class OutputLengths:
     def observe(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind, output_tokens: int) -> None:
         """A request finished by itself or by its limit after ``output_tokens``; not one that was cancelled or failed."""
         for key in ((model_hash, tenant, kind._value_), (model_hash, None, kind._value_)):
-            ring = self._rings.get(key)
-            if ring is None:
-                ring = self._rings[key] = Ring(SAMPLES_KEPT)
-                if len(self._rings) > self._keys_max:
-                    self._rings.popitem(last=False)
+            self._rings.setdefault(key, Ring(SAMPLES_KEPT)).add(max(0, output_tokens))
             self._rings.move_to_end(key)
-            ring.add(max(0, output_tokens))
+            if len(self._rings) > self._keys_max:
+                self._rings.popitem(last=False)
 
     def expected(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind) -> int | None:
         """The expected length, at least 1, or None while too little was seen."""

@@ -179,7 +179,7 @@ class Digests:
             key = _key(before)
             if trust and (known := self._recall(key_path, key)):
                 return known
-            digest = _sha256(key_path)
+            digest = sha256_of(key_path)
             if _key(key_path.stat()) != key:
                 raise ConfigError(f"{path}: changed while it was read; wait until the copy is complete and try again")
         except OSError as error:
@@ -221,6 +221,7 @@ def _key(status: os.stat_result) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_dev}:{status.st_ino}"
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

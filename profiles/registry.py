@@ -151,7 +151,7 @@ class Registry:
 
     def costs(self) -> Sequence[KeptCosts]:
         """All measurements that this version can read, in order of their keys."""
-        kept: list[KeptCosts] = []
+        kept = []
         for (data,) in self._execute("SELECT kept FROM costs ORDER BY key", ()):
             with suppress(DecodeError):
                 kept.append(decode(data, KeptCosts))

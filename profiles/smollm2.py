@@ -8,7 +8,6 @@ profiles.smollm2``), so that the command line stays light; a kill at any moment 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from profiles.hashing import sha256_of
 from profiles.model_files import tokenizer_json, write_llama
 from profiles.paths import models_dir
 from subjects.errors import ConfigError
@@ -161,8 +161,7 @@ def _run(command: list[str], timeout_s: float, remedy: str) -> None:
 
 
 def _check(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = sha256_of(path)
     if found != expected:
         raise ConfigError(f"{NAME}: {path.name} has SHA-256 {found[:16]}, expected {expected[:16]}; check pip's index")
 

@@ -153,13 +153,10 @@ def _weights(seed: int, size: _Size) -> dict[str, NDArray[np.float32]]:
     tensors["model.norm.weight"] = np.ones(size.hidden, dtype=np.float32)
     output = normal(VOCABULARY, size.hidden, 3.0 * scale)
     output[:, 0] = 0.0
-    output[_unwanted_tokens(), 0] = -16.0
+    text = [0x0A, *range(0x20, 0x7F), *range(256 + len(_SPECIAL), VOCABULARY)]
+    output[[token for token in range(VOCABULARY) if token not in text], 0] = -16.0
     tensors["lm_head.weight"] = output
     return tensors
-
-
-def _unwanted_tokens() -> list[int]:
-    return [byte for byte in range(256) if byte != 0x0A and not 0x20 <= byte < 0x7F] + list(range(256, 256 + len(_SPECIAL)))
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer
