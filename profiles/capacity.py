@@ -54,19 +54,6 @@ _SCALED_IN_CONFIG = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yar
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """What the safetensors headers say. ``floating`` counts the parameters whose precision the engine may change."""
-
-    parameters: int
-    floating: int
-    other_bytes: int
-
-    def loaded_bytes(self, dtype: str) -> int:
-        """Bytes in memory when loaded as ``dtype`` (float32, bfloat16, float16); quantized tensors keep their size."""
-        return self.floating * DTYPE_BYTES[dtype] + self.other_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
     """The parts of a model's configuration that size its KV."""
 
@@ -85,22 +72,19 @@ class Shape:
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
-def read_weights(directory: Path) -> Weights:
-    """Sums the headers of all weight files, and checks that no file is cut short.
+def read_weights(directory: Path) -> list[Tensor]:
+    """The tensors of all weight files, none of which is cut short.
 
     Raises:
         ConfigError: one line naming the file.
     """
-    parameters = floating = other_bytes = 0
-    for path in weight_files(directory):
-        for tensor in read_tensors(path):
-            count = math.prod(tensor.shape)
-            parameters += count
-            if tensor.dtype in _FLOATING:
-                floating += count
-            else:
-                other_bytes += tensor.stored_bytes
-    return Weights(parameters, floating, other_bytes)
+    return [tensor for path in weight_files(directory) for tensor in read_tensors(path)]
+
+
+def loaded_bytes(tensors: Iterable[Tensor], dtype: str) -> int:
+    """Bytes in memory when loaded as ``dtype`` (float32, bfloat16, float16); quantized tensors keep their size."""
+    each = DTYPE_BYTES[dtype]
+    return sum(each * math.prod(one.shape) if one.dtype in _FLOATING else one.stored_bytes for one in tensors)
 
 
 def parameters_used(tensors: Iterable[Tensor], shape: Shape) -> int:

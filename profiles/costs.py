@@ -101,14 +101,8 @@ def knee(costs: StepCosts, input_tokens: float) -> float:
 
 def sums_of(one: StepSums, other: StepSums, took_s: float = 0.0) -> StepSums:
     """Both together; ``took_s`` is added to their time."""
-    return StepSums(
-        steps=one.steps + other.steps,
-        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
-        prompt_tokens2=one.prompt_tokens2 + other.prompt_tokens2,
-        requests=one.requests + other.requests,
-        context_tokens=one.context_tokens + other.context_tokens,
-        busy_s=one.busy_s + other.busy_s + took_s,
-    )
+    both = {name: getattr(one, name) + getattr(other, name) for name in StepSums.__struct_fields__}
+    return StepSums(**both | {"busy_s": both["busy_s"] + took_s})
 
 
 def median_error(costs: StepCosts, measured: Sequence[StepSums]) -> float:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -191,23 +191,31 @@ def _preferred_engine(record: ModelRecord, fields: BodyFields) -> EngineType | N
 # ------------------------------------------------------------------------------------------------------------- lengths
 
 
-@dataclass(slots=True)
-class _Ring:
-    """The last lengths in order of arrival, and the same ones sorted: an exact quantile is one look."""
+Number = TypeVar("Number", int, float)
 
-    latest: deque[int] = field(default_factory=deque)
-    ordered: list[int] = field(default_factory=list)
 
-    def add(self, value: int) -> None:
-        if len(self.latest) == SAMPLES_KEPT:
-            oldest = self.latest.popleft()
-            del self.ordered[bisect_left(self.ordered, oldest)]
-        self.latest.append(value)
-        insort(self.ordered, value)
+class Ring(Generic[Number]):
+    """The last values in order of arrival, and the same ones sorted: an exact quantile is one look."""
 
-    def quantile(self, share: float) -> int:
-        """The smallest value that at least ``share`` of the samples do not exceed."""
-        return self.ordered[max(0, math.ceil(share * len(self.ordered)) - 1)]
+    __slots__ = ("_latest", "_ordered")
+
+    def __init__(self, kept: int) -> None:
+        self._latest: deque[Number] = deque(maxlen=kept)
+        self._ordered: list[Number] = []
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def add(self, value: Number) -> None:
+        """One more; the oldest goes when it is full."""
+        if len(self._latest) == self._latest.maxlen:
+            del self._ordered[bisect_left(self._ordered, self._latest[0])]
+        self._latest.append(value)
+        insort(self._ordered, value)
+
+    def quantile(self, share: float) -> Number:
+        """The smallest value that at least ``share`` of the values do not exceed; there must be one."""
+        return self._ordered[max(0, math.ceil(share * len(self._ordered)) - 1)]
 
 
 class OutputLengths:
@@ -221,25 +229,22 @@ class OutputLengths:
         if keys_max < 1:
             raise ValueError("keys_max must be at least 1")
         self._keys_max = keys_max
-        self._rings: OrderedDict[tuple[ModelHash, Tenant | None, str], _Ring] = OrderedDict()
+        self._rings: OrderedDict[tuple[ModelHash, Tenant | None, str], Ring[int]] = OrderedDict()
         # Kinds by their names: an enum member is slow to hash, and each request is looked up four times.
 
     def observe(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind, output_tokens: int) -> None:
         """A request finished by itself or by its limit after ``output_tokens``; not one that was cancelled or failed."""
         for key in ((model_hash, tenant, kind._value_), (model_hash, None, kind._value_)):
-            ring = self._rings.get(key)
-            if ring is None:
-                ring = self._rings[key] = _Ring()
-                if len(self._rings) > self._keys_max:
-                    self._rings.popitem(last=False)
+            self._rings.setdefault(key, Ring(SAMPLES_KEPT)).add(max(0, output_tokens))
             self._rings.move_to_end(key)
-            ring.add(max(0, output_tokens))
+            if len(self._rings) > self._keys_max:
+                self._rings.popitem(last=False)
 
     def expected(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind) -> int | None:
         """The expected length, at least 1, or None while too little was seen."""
         for key in ((model_hash, tenant, kind._value_), (model_hash, None, kind._value_)):
             ring = self._rings.get(key)
-            if ring is not None and len(ring.ordered) >= SAMPLES_MIN:
+            if ring is not None and len(ring) >= SAMPLES_MIN:
                 return max(1, ring.quantile(EXPECTED_QUANTILE))
         return None
 

@@ -13,7 +13,7 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -63,13 +63,8 @@ def weights_hash(directory: Path, *, trust_cache: bool = True) -> str:
         ConfigError: no weights there, or a file changed while it was read.
     """
     digests = Digests()
-    return _weights_hash(
-        (path.name, path.stat().st_size, digests.file(path, trust=trust_cache)) for path in weight_files(directory)
-    )
-
-
-def _weights_hash(entries: Iterable[tuple[str, int, str]]) -> str:
-    manifest = "".join(f"{size} {digest} {name}\n" for name, size, digest in sorted(entries))
+    files = [(path.stat().st_size, digests.file(path, trust=trust_cache), path.name) for path in weight_files(directory)]
+    manifest = "".join(f"{size} {digest} {name}\n" for size, digest, name in files)
     return hashlib.sha256(b"carpool weights 1\n" + manifest.encode()).hexdigest()
 
 
@@ -184,7 +179,7 @@ class Digests:
             key = _key(before)
             if trust and (known := self._recall(key_path, key)):
                 return known
-            digest = _sha256(key_path)
+            digest = sha256_of(key_path)
             if _key(key_path.stat()) != key:
                 raise ConfigError(f"{path}: changed while it was read; wait until the copy is complete and try again")
         except OSError as error:
@@ -226,6 +221,7 @@ def _key(status: os.stat_result) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_dev}:{status.st_ino}"
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,6 +40,35 @@ def write_bfloat16(path: Path, tensors: Mapping[str, NDArray[np.float32]]) -> No
         os.fsync(file.fileno())
 
 
+def write_llama(
+    directory: Path,
+    tensors: Mapping[str, NDArray[np.float32]],
+    config: Mapping[str, Any],
+    special_ids: Mapping[str, int],
+    tokenizer: Mapping[str, Any],
+    chat_template: str,
+) -> None:
+    """The files of a Llama in bfloat16: weights, configuration, tokenizer and template. ``config`` has what differs from one
+    to another, ``special_ids`` the tokens that ``bos_token`` and its like are."""
+    ids = {f"{name}_id": special_ids[name] for name in ("bos_token", "eos_token", "pad_token")}
+    texts = {number: text for text, number in tokenizer["model"]["vocab"].items()}
+    same = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16"}
+    write_bfloat16(directory / "model.safetensors", tensors)
+    write_json(directory / "config.json", {"architectures": ["LlamaForCausalLM"], **same, **config, **ids})
+    write_json(directory / "generation_config.json", ids)
+    write_json(directory / "tokenizer.json", tokenizer)
+    write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{name: texts[number] for name, number in special_ids.items()},
+            "model_max_length": config["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            "chat_template": chat_template,
+        },
+    )
+
+
 def byte_symbols() -> list[str]:
     """The character that byte-level BPE writes for each byte: itself where it is visible, else one above U+00FF."""
     symbols: list[str] = []

@@ -23,17 +23,9 @@ _TINY = re.compile(r"tiny-(\d{1,9})")
 _SIMULATED_WEIGHTS_BYTES = 1 << 30
 _SIMULATED_KV_BYTES_PER_TOKEN = 16 << 10
 _SIMULATED_CONTEXT_LEN = 8192
-_OPTIONS_WITHOUT_KV = frozenset(
-    {
-        "chat_template",
-        "enable_auto_tool_choice",
-        "enforce_eager",
-        "kv_cache_dtype",
-        "max_num_batched_tokens",
-        *PARSING_OPTIONS,
-    }
-)
-"""Engine options that change no KV, or are named by its signature; models that differ in any other do not share theirs."""
+_OPTIONS_WITHOUT_KV = ("enable_auto_tool_choice", "enforce_eager", "max_num_batched_tokens", *PARSING_OPTIONS)
+_OPTIONS_NAMED = ("chat_template", "kv_cache_dtype")
+"""Engine options that change no KV, and that its signature names; models that differ in any other do not share theirs."""
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale", "qkv_proj.output_scale")
 """Ends of the names under which vLLM finds a cache's scales in a model's files."""
 _SIZE_OPTIONS = ("weights_bytes", "kv_bytes_per_token", "overhead_bytes")
@@ -75,12 +67,9 @@ def verify_record(record: ModelRecord, *, trust_cache: bool = True) -> None:
         return
     directory = Path(record.source)
     hashing.verify(directory, record.weights_hash, trust_cache=trust_cache)
-    kind = _kind(
-        record.task,
-        _rank_of(record),
-        record.kv_codec if record.kv_reuse else "",
-        kv_converted=record.kv_reuse and record.kv_converted,
-    )
+    rank = record.adapters_rank_max if record.adapters_max else 0
+    codec, converted = (record.kv_codec, record.kv_converted) if record.kv_reuse else ("", False)
+    kind = _kind(record.task, rank, codec, kv_converted=converted)
     try:
         found = _files_hash(directory, record.weights_hash, record.dtype, runs_with(record.engine_options), kind)
         if found != record.model_hash:  # an older version's has the parsers too
@@ -127,7 +116,7 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
             f"this id at Hugging Face run 'hf download {spec.source} --local-dir DIR' on each host), or use "
             "builtin:smollm2-135m-instruct"
         )
-    weights = capacity.read_weights(directory)
+    tensors = capacity.read_weights(directory)
     config = hashing.read_json(directory / "config.json")
     shape = capacity.read_shape(config, str(directory / "config.json"))
     dtype = capacity.resolve_dtype(config, engine.dtype)
@@ -139,32 +128,24 @@ def _vllm_record(service: ModelService, base_dir: Path, progress: Progress | Non
     weights_hash = hashing.weights_hash(directory)
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory}: no tokenizer.json; save the model's fast tokenizer there")
-    weights_bytes = weights.loaded_bytes(dtype)
-    tensors = [tensor for path in hashing.weight_files(directory) for tensor in capacity.read_tensors(path)]
+    weights_bytes = capacity.loaded_bytes(tensors, dtype)
     slots = adapters.adapters_max(service)
     rank = spec.adapters_rank_max if slots else 0
     slot_bytes = adapters.adapter_bytes(tensors, rank, dtype)
-    kind = _kind(spec.task, rank, _codec_of(service), kv_converted=_takes_converted(service))
+    codec, converted = (spec.kv.codec, spec.kv.converted) if spec.kv.reuse else ("", False)  # Nothing is kept.
+    kind = _kind(spec.task, rank, codec, kv_converted=converted)
     kv_named = _kv_named(kv_option, dtype, tensors)
-    if _takes_converted(service) and kv_named != "fp8":
+    if converted and kv_named != "fp8":
         raise ConfigError(
             "spec.kv.converted: the model's files bring scales for a cache in fp8, which converted KV lacks; remove it"
         )
+    computed_by = _computed_by(config, engine.options, "" if converted or kv_named == dtype else dtype)
+    signature = capacity.kv_signature(shape, kv_named, weights_hash, computed_by, engine.block_size)
     return _record(
         service,
         model_hash=_files_hash(directory, weights_hash, dtype, runs_with(engine.options), kind),
         weights_hash=weights_hash,
-        kv_signature=_kept_as(
-            capacity.kv_signature(
-                shape,
-                kv_named,
-                weights_hash,
-                _computed_by(config, engine.options, "" if _takes_converted(service) or kv_named == dtype else dtype),
-                engine.block_size,
-            ),
-            _codec_of(service),
-            converted=_takes_converted(service),
-        ),
+        kv_signature=_kept_as(signature, codec, converted=converted),
         source=str(directory),
         tokenizer=directory,
         dtype=dtype,
@@ -194,7 +175,7 @@ def _computed_by(
 ) -> Mapping[str, Any]:
     """The configuration, and with it what else may change the numbers that an engine computes (P2): options, and the
     precision that it computes in where its cache has another one."""
-    more = {name: value for name, value in options.items() if name not in _OPTIONS_WITHOUT_KV}
+    more = {name: value for name, value in options.items() if name not in (*_OPTIONS_WITHOUT_KV, *_OPTIONS_NAMED)}
     if narrowed_from:
         more["carpool.narrowed_from"] = narrowed_from
     return {**config, "carpool.engine_options": more} if more else config
@@ -385,20 +366,6 @@ def _kept_as(signature: str, codec: str, *, converted: bool) -> str:
     those that may have been converted to one that takes none (``kvcache.codec.precision`` reads this)."""
     kept = f"{signature}-{capacity.CONVERTED}" if converted else signature
     return f"{kept}-{codec}" if codec in LOSSY_CODECS else kept
-
-
-def _codec_of(service: ModelService) -> str:
-    """The codec that its KV goes through; none where nothing is kept."""
-    return service.spec.kv.codec if service.spec.kv.reuse else ""
-
-
-def _takes_converted(service: ModelService) -> bool:
-    """Whether KV of the same files in a wider precision serves it; not where nothing is kept."""
-    return service.spec.kv.reuse and service.spec.kv.converted
-
-
-def _rank_of(record: ModelRecord) -> int:
-    return record.adapters_rank_max if record.adapters_max else 0
 
 
 def _tokenizer_directory(service: ModelService, base_dir: Path) -> Path | None:

@@ -17,7 +17,6 @@ from typing import Any
 from profiles.deployment import decode_record
 from subjects.codec import decode, encode
 from subjects.errors import ConfigError, DecodeError
-from subjects.ids import ModelHash
 from subjects.messages import KeptCosts, ModelRecord, Overrides
 
 SCHEMA_VERSION = 1
@@ -119,10 +118,6 @@ class Registry:
         """The record of that name."""
         return next(iter(self._records("WHERE name = ?", name)), None)
 
-    def by_hash(self, model_hash: ModelHash) -> ModelRecord | None:
-        """The first record, by name, of that model hash."""
-        return next(iter(self._records("WHERE model_hash = ?", model_hash)), None)
-
     def delete(self, name: str) -> bool:
         """Whether there was such a record."""
         return self._execute("DELETE FROM models WHERE name = ? RETURNING name", (name,)) != []
@@ -156,7 +151,7 @@ class Registry:
 
     def costs(self) -> Sequence[KeptCosts]:
         """All measurements that this version can read, in order of their keys."""
-        kept: list[KeptCosts] = []
+        kept = []
         for (data,) in self._execute("SELECT kept FROM costs ORDER BY key", ()):
             with suppress(DecodeError):
                 kept.append(decode(data, KeptCosts))
@@ -167,12 +162,9 @@ class Registry:
         with self._lock:
             self._database.close()
 
-    def _records(self, where: str, *values: str) -> tuple[ModelRecord, ...]:
-        query = f"SELECT record FROM models {where} ORDER BY name"  # noqa: S608 - our own text
-        records: list[ModelRecord] = []
-        for (data,) in self._execute(query, values):
-            try:
+    def _records(self, where: str, *values: str) -> Sequence[ModelRecord]:
+        records = []
+        for (data,) in self._execute(f"SELECT record FROM models {where} ORDER BY name", values):  # noqa: S608 - our own text
+            with suppress(DecodeError):
                 records.append(decode_record(data))
-            except DecodeError:
-                continue
-        return tuple(records)
+        return records

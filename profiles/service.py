@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -280,15 +280,11 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.constructor.ConstructorError(
-                None, None, f"alias '*{event.anchor}' is not accepted; write the value out", event.start_mark
-            )
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.events.AliasEvent):
+            raise _refused(f"alias '*{event.anchor}' is not accepted; write the value out", event)
         if self.depth > _DEPTH_MAX:
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            problem = f"nested too deeply; a {KIND} has at most 4 levels"
-            raise yaml.constructor.ConstructorError(None, None, problem, event.start_mark)
+            raise _refused(f"nested too deeply; a {KIND} has at most 4 levels", event)
         self.depth += 1
         try:
             return super().compose_node(parent, index)
@@ -300,15 +296,15 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in getattr(node, "value", ()):
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {_short(key)} is not text; put it in quotes", key_node.start_mark
-                )
+                raise _refused(f"the key {_short(key)} is not text; put it in quotes", key_node)
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {_short(key)}; remove one of the two", key_node.start_mark
-                )
+                raise _refused(f"duplicate key {_short(key)}; remove one of the two", key_node)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def _refused(problem: str, at: Any) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, at.start_mark)
 
 
 _Loader.add_implicit_resolver(
@@ -350,9 +346,8 @@ def _syntax_remedy(problem: str) -> str:
 
 def _service(document: Any, at: str) -> ModelService:
     if not isinstance(document, dict):
-        raise ConfigError(
-            f"{at}: expected fields such as 'apiVersion:', got {_kind(document)}; see ops/examples for a start"
-        )
+        text = f"expected fields such as 'apiVersion:', got {_kind(document)}; see ops/examples for a start"
+        raise ConfigError(f"{at}: {text}")
     _check_values(document, "", at)
     # These two come first: of a file of another kind or version every field would be wrong.
     for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
@@ -363,7 +358,9 @@ def _service(document: Any, at: str) -> ModelService:
         service = msgspec.convert(document, ModelService, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{at}: {_explain(str(error), document)}") from None
-    return _checked(service, at)
+    for field, text in _faults(service):
+        raise ConfigError(f"{at}: {field}: {text}")
+    return service
 
 
 def _check_values(value: Any, field: str, at: str) -> None:
@@ -386,14 +383,10 @@ def _check_values(value: Any, field: str, at: str) -> None:
         raise ConfigError(f"{at}: {field}: YAML reads this as {_kind(value)}; put it in quotes if it is text")
 
 
-def _checked(service: ModelService, at: str) -> ModelService:
-    """The rules that span fields."""
+def _faults(service: ModelService) -> Iterator[tuple[str, str]]:
+    """What breaks the rules that span fields: the field, and what is wrong with the remedy."""
     name, spec = service.metadata.name, service.spec
     engine, strategy = spec.engine, spec.strategy
-
-    def wrong(field: str, text: str) -> ConfigError:
-        return ConfigError(f"{at}: {field}: {text}")
-
     for field, names in (
         ("metadata.name", (name,)),
         ("metadata.aliases", service.metadata.aliases),
@@ -401,89 +394,74 @@ def _checked(service: ModelService, at: str) -> ModelService:
     ):
         for one in names:
             if one.lower() in RESERVED_NAMES:
-                raise wrong(field, f"{one!r} is reserved (it lets the broker choose); choose another name")
-    _check_adapters(service, wrong)
+                yield field, f"{one!r} is reserved (it lets the broker choose); choose another name"
+    yield from _adapter_faults(service)
     if strategy.min_replicas > strategy.max_replicas:
-        raise wrong(
-            "spec.strategy.min_replicas",
-            f"{strategy.min_replicas} is above max_replicas {strategy.max_replicas}; lower it or raise max_replicas",
-        )
+        text = f"{strategy.min_replicas} is above max_replicas {strategy.max_replicas}; lower it or raise max_replicas"
+        yield "spec.strategy.min_replicas", text
     if strategy.fallback in (name, *service.metadata.aliases):
-        raise wrong("spec.strategy.fallback", "names the model itself; name another model or remove the field")
+        yield "spec.strategy.fallback", "names the model itself; name another model or remove the field"
     if engine.kv_cache_bytes is not None:
         try:
             parse_size(engine.kv_cache_bytes)
         except ValueError as error:
-            raise wrong("spec.engine.kv_cache_bytes", _plain(error)) from None
+            yield "spec.engine.kv_cache_bytes", _plain(error)
     for option in engine.options:
         if option in ("api_key", "token", "password", "authorization"):
-            raise wrong(
-                f"spec.engine.options.{option}",
-                "secrets do not belong into this file; put the key into an environment variable and name it in api_key_env",
+            text = (
+                "secrets do not belong into this file; put the key into an environment variable and name it in api_key_env"
             )
+            yield f"spec.engine.options.{option}", text
     if engine.type is EngineType.OPENAI_HTTP:
         if spec.source is None or re.match(r"https?://[^/\s]", spec.source) is None:
-            raise wrong("spec.source", "must be the server's base URL for openai_http, such as http://127.0.0.1:8080/v1")
-        if re.match(r"https?://[^/]*@", spec.source):
-            raise wrong("spec.source", "holds a user or password; put the key into a variable named in options.api_key_env")
+            yield "spec.source", "must be the server's base URL for openai_http, such as http://127.0.0.1:8080/v1"
+        elif re.match(r"https?://[^/]*@", spec.source):
+            yield "spec.source", "holds a user or password; put the key into a variable named in options.api_key_env"
         if spec.resources.gpus > 1:
-            raise wrong("spec.resources.gpus", "is not for openai_http, whose server has its own devices; remove the field")
+            yield "spec.resources.gpus", "is not for openai_http, whose server has its own devices; remove the field"
         if spec.kv != KvSpec():
-            raise wrong("spec.kv", "is not for openai_http, whose server keeps its own KV; remove the field")
+            yield "spec.kv", "is not for openai_http, whose server keeps its own KV; remove the field"
         if engine.max_context_len is None:
-            raise wrong(
-                "spec.engine.max_context_len", "is needed for openai_http; write the longest context the server takes"
-            )
-    _check_converted(spec, wrong)
+            text = "is needed for openai_http; write the longest context the server takes"
+            yield "spec.engine.max_context_len", text
+    if spec.kv.converted:
+        if engine.type is not EngineType.VLLM or engine.options.get("kv_cache_dtype") not in ("fp8", "fp8_e4m3"):
+            text = "is for vllm with a cache in fp8; add engine.options.kv_cache_dtype: fp8 or remove the field"
+            yield "spec.kv.converted", text
+        if engine.options.get("calculate_kv_scales"):
+            text = "has no scales, and calculate_kv_scales makes each cache its own; remove one of the two"
+            yield "spec.kv.converted", text
     if engine.type is EngineType.VLLM:
         if spec.source is None:
-            raise wrong("spec.source", "is missing; name the model's directory or builtin:smollm2-135m-instruct")
+            yield "spec.source", "is missing; name the model's directory or builtin:smollm2-135m-instruct"
         if spec.tokenizer is not None:
-            raise wrong("spec.tokenizer", "is not for vllm, which reads the tokenizer of the source; remove the field")
-        if "://" in spec.source:
-            raise wrong(
-                "spec.source",
-                "is a URL; for an OpenAI server write engine.type: openai_http, else name a downloaded model's directory",
-            )
-    return service
+            yield "spec.tokenizer", "is not for vllm, which reads the tokenizer of the source; remove the field"
+        if "://" in (spec.source or ""):
+            server = "for an OpenAI server write engine.type: openai_http"
+            yield "spec.source", f"is a URL; {server}, else name a downloaded model's directory"
 
 
-def _check_converted(spec: Spec, wrong: Callable[[str, str], ConfigError]) -> None:
-    options = spec.engine.options
-    if not spec.kv.converted:
-        return
-    if spec.engine.type is not EngineType.VLLM or options.get("kv_cache_dtype") not in ("fp8", "fp8_e4m3"):
-        raise wrong(
-            "spec.kv.converted",
-            "is for vllm with a cache in fp8; add engine.options.kv_cache_dtype: fp8 or remove the field",
-        )
-    if options.get("calculate_kv_scales"):
-        raise wrong(
-            "spec.kv.converted", "has no scales, and calculate_kv_scales makes each cache its own; remove one of the two"
-        )
-
-
-def _check_adapters(service: ModelService, wrong: Callable[[str, str], ConfigError]) -> None:
+def _adapter_faults(service: ModelService) -> Iterator[tuple[str, str]]:
     spec = service.spec
     seen = {service.metadata.name, *service.metadata.aliases}
     for index, adapter in enumerate(spec.adapters):
         field = f"spec.adapters[{index}]"
         for one in (adapter.name, *adapter.aliases):
             if one in seen:
-                raise wrong(field, f"the name {one!r} is already used for this model; choose another name")
+                yield field, f"the name {one!r} is already used for this model; choose another name"
             seen.add(one)
         if spec.engine.type is EngineType.VLLM:
             if adapter.source is None:
-                raise wrong(f"{field}.source", "is missing; name the adapter's directory")
-            if "://" in adapter.source:
-                raise wrong(f"{field}.source", "is a URL; download the adapter and name its directory")
+                yield f"{field}.source", "is missing; name the adapter's directory"
+            elif "://" in adapter.source:
+                yield f"{field}.source", "is a URL; download the adapter and name its directory"
     if spec.adapters and spec.adapters_max == 0:
-        raise wrong("spec.adapters_max", "is 0, but there are adapters; raise it or remove the adapters")
+        yield "spec.adapters_max", "is 0, but there are adapters; raise it or remove the adapters"
     if spec.engine.type is EngineType.OPENAI_HTTP and spec.adapters_max is not None:
-        raise wrong("spec.adapters_max", "is not for openai_http, whose server loads its adapters; remove the field")
+        yield "spec.adapters_max", "is not for openai_http, whose server loads its adapters; remove the field"
     for option in spec.engine.options:
         if option == "enable_lora" or option.startswith(("max_lora", "max_cpu_lora")):
-            raise wrong(f"spec.engine.options.{option}", "follows from spec.adapters_max and adapters_rank_max; remove it")
+            yield f"spec.engine.options.{option}", "follows from spec.adapters_max and adapters_rank_max; remove it"
 
 
 _MESSAGE = re.compile(r"(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?", re.DOTALL)

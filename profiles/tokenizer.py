@@ -225,9 +225,13 @@ class Tokenizers:
         with self._loading:  # one load at a time: many requests for a cold model arrive together
             if (loaded := self.peek(record)) is not None:
                 return loaded
-            tokenizer = self._shared(record.tokenizer_hash)
-            if tokenizer is None:
-                tokenizer = _load(record)
+            with self._lock:
+                alike = (one for known, one in self._entries.values() if known and known == record.tokenizer_hash)
+                tokenizer = next(alike, None)
+            if tokenizer is None and record.tokenizer_source:
+                template = str(record.engine_options.get("chat_template", ""))
+                tokenizer = ModelTokenizer(Path(record.tokenizer_source), template)
+            tokenizer = tokenizer or EstimatedTokenizer()
             with self._lock:
                 self._entries[record.model_hash] = (record.tokenizer_hash, tokenizer)
                 while len(self._entries) > self._entries_max:
@@ -238,16 +242,6 @@ class Tokenizers:
         """Drops one."""
         with self._lock:
             self._entries.pop(model_hash, None)
-
-    def _shared(self, tokenizer_hash: str) -> PromptTokenizer | None:
-        with self._lock:
-            return next((one for known, one in self._entries.values() if known and known == tokenizer_hash), None)
-
-
-def _load(record: ModelRecord) -> PromptTokenizer:
-    if not record.tokenizer_source:
-        return EstimatedTokenizer()
-    return ModelTokenizer(Path(record.tokenizer_source), str(record.engine_options.get("chat_template", "")))
 
 
 # ------------------------------------------------------------------------------------------------------------ templates
@@ -277,19 +271,11 @@ class _Template:
             ) from None
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        import jinja2
+        from jinja2 import TemplateError as Refused
 
         try:
             return self._template.render(**variables)
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            RecursionError,
-            OverflowError,
-        ) as error:
+        except (Refused, TypeError, ValueError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             # Templates refuse by raising, for example when roles do not alternate; their text is the model's, and short.
             raise _bad(f"the model's chat template refused the messages: {_line(error)}", "messages") from None
 

@@ -113,7 +113,7 @@ def evaluate(
                 if now % every[horizon_s] or end > seconds or unknown[end] > unknown[max(0, begin)]:
                     continue
                 came = mean(now, end)
-                errors.add("forecast", horizon_s, forecaster.predict(float(now), key, float(horizon_s)).mean, came)
+                errors.add("forecast", horizon_s, forecaster.predict(float(now), key, 0.0, float(horizon_s))[0], came)
                 errors.add("naive", horizon_s, mean(max(0, begin), now), came)
                 if now >= DAY_S and unknown[end - DAY_S] == unknown[now - DAY_S]:
                     errors.add("seasonal_naive", horizon_s, mean(now - DAY_S, end - DAY_S), came)

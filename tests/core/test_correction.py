@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker.core.plan import tunables
-from broker.core.plan.feedback import Correction
+from broker.core.plan.need import Correction
 
 TICK_S = 0.2
 

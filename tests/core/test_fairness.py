@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from broker.core.plan.fairness import Fairness, FairnessSettings
+from broker.core.plan import tunables
+from broker.core.plan.fairness import Fairness
 from broker.core.pool.events import (
     BusRoundTripMade,
     IngressReported,
@@ -62,13 +63,23 @@ def feed(fairness: Fairness, seconds: float, *rows: ModelDemand, begin_s: float 
     return begin_s + seconds
 
 
+def indexes(fairness: Fairness) -> dict[tuple[DeploymentKey, SlaClass], float]:
+    """The last readings."""
+    return {
+        (deployment, sla_class): counts.index
+        for deployment, model in fairness._models.items()
+        for sla_class, counts in model.classes.items()
+        if counts.index is not None
+    }
+
+
 def test_one_class_needs_no_weights() -> None:
     """Where one class alone asks for a model, a replica's own weights will do."""
     fairness = Fairness()
     feed(fairness, 5.0, row(SlaClass.SILVER))
     assert fairness.weights(A) == {}
     assert fairness.weights(DeploymentKey("b" * 64)) == {}
-    assert fairness.indexes() == {(A, SlaClass.SILVER): pytest.approx(0.9, abs=0.01)}
+    assert indexes(fairness) == {(A, SlaClass.SILVER): pytest.approx(0.9, abs=0.01)}
 
 
 def test_a_class_below_its_due_is_helped() -> None:
@@ -78,7 +89,7 @@ def test_a_class_below_its_due_is_helped() -> None:
     assert fairness.weights(A) == {"gold": 32, "silver": 16, "bronze": 8, "batch": 4}
     now_s = feed(fairness, 20.0, row(SlaClass.GOLD), row(SlaClass.SILVER, ttft_s=1.8), begin_s=now_s)
     assert fairness.weights(A)["silver"] == 64
-    assert fairness.indexes()[(A, SlaClass.SILVER)] == pytest.approx(0.1, abs=0.01)
+    assert indexes(fairness)[(A, SlaClass.SILVER)] == pytest.approx(0.1, abs=0.01)
     feed(fairness, 20.0, row(SlaClass.GOLD), row(SlaClass.SILVER), begin_s=now_s)
     assert fairness.weights(A) == {"gold": 32, "silver": 16, "bronze": 8, "batch": 4}
 
@@ -95,7 +106,7 @@ def test_who_waits_counts_before_it_is_served() -> None:
     fairness = Fairness()
     starved = row(SlaClass.SILVER, finished=0, waiting=40, oldest_wait_s=3.0)
     feed(fairness, 2.0, row(SlaClass.GOLD), starved)
-    assert fairness.indexes()[(A, SlaClass.SILVER)] <= 0.0
+    assert indexes(fairness)[(A, SlaClass.SILVER)] <= 0.0
     assert fairness.weights(A)["silver"] > 16
 
 
@@ -117,9 +128,10 @@ def test_heavy_requests_get_fewer_turns() -> None:
     assert priced.weights(A)["bronze"] < 8
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that are gone are forgotten, unknown ones are left out, many push out the first."""
-    fairness = Fairness(FairnessSettings(models_max=2))
+    monkeypatch.setattr(tunables, "KEPT_MAX", 2)
+    fairness = Fairness()
     fairness.take([row(SlaClass.GOLD, deployment=DeploymentKey("f" * 64))], RECORDS)
     assert not fairness._models
     others = {DeploymentKey(f"{number:064x}"): RECORD for number in range(3)}
@@ -134,7 +146,7 @@ def test_batch_is_not_helped() -> None:
     fairness = Fairness()
     feed(fairness, 5.0, row(SlaClass.SILVER), row(SlaClass.BATCH, finished=0, waiting=50, oldest_wait_s=60.0))
     assert fairness.weights(A) == {}
-    assert list(fairness.indexes()) == [(A, SlaClass.SILVER)]
+    assert list(indexes(fairness)) == [(A, SlaClass.SILVER)]
 
 
 def test_the_scheduler_tells_replicas_the_weights() -> None:
@@ -155,4 +167,4 @@ def test_the_scheduler_tells_replicas_the_weights() -> None:
     assert told[0] == {}
     assert told[-1] == core.fairness.weights(A)
     assert told[-1]["gold"] > 4 * told[-1]["bronze"]
-    assert core.fairness.indexes()[A, SlaClass.GOLD] < 0.5
+    assert indexes(core.fairness)[A, SlaClass.GOLD] < 0.5

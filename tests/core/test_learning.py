@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from broker.core.plan.learning import DeviceScores, LearningSettings
+from broker.core.plan import tunables
+from broker.core.plan.learning import DeviceScores
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, DeviceId, WorkerId
 
@@ -91,9 +92,11 @@ def test_factors_are_bounded_and_repeatable() -> None:
     assert factors == [second.factor(A, device) for device in DEVICES]
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """More pairs and examples than fit are left out, and a look learns only so many."""
-    scores = DeviceScores(LearningSettings(examples_max=10, seen_min=1))
+    monkeypatch.setattr(tunables, "KEPT_MAX", 10)
+    monkeypatch.setattr(tunables, "SEEN_MIN", 1)
+    scores = DeviceScores()
     scores.look(0.0)
     for number in range(50):
         scores.observe(DeploymentKey(f"{number:064x}"), DEVICES[0], 1.0, 2.0, 1.0)

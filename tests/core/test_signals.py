@@ -1,4 +1,4 @@
-"""Signals by their definitions, with the golden cases of SPEC.md (SCH-1, SCH-2, SCH-6, SCH-7)."""
+"""Signals by their definitions, with the golden cases of SPEC.md (SCH-6, SCH-7)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.core.plan.priorities import CLASS_VALUES, Boosts, class_weights, densities
-from broker.core.plan.signals import (
-    Candidate,
-    cheapest,
-    expected_latency_s,
-    fairness_index,
-    fits_whole,
-    fragmentation_paged,
-    fragmentation_runs,
-    interference,
-    most_disturbing,
-)
-from broker.core.plan.tunables import BOOST_MAX, FAIRNESS_LEVEL, READING_S, WEIGHT_MAX
-from broker.core.plan.windows import FairnessWatch, InRow
+from broker.core.plan import tunables as t
+from broker.core.plan.fairness import CLASS_VALUES, boosted, class_weights, densities, fairness_index
+from broker.core.plan.windows import InRow
 from ops.simulator.probe import Progress, TwuMeter
-from profiles.twu import TokenWork, allowed_s, current_weights, default_weight, twu, twu_raw_s
-from subjects.ids import DeploymentKey
+from profiles.twu import TokenWork, allowed_s, default_weight, twu, twu_raw_s
 from subjects.messages import SlaClass
 from workers.core.pulling import DEFAULT_WEIGHTS
 
-SMALL, MIDDLE, LARGE = DeploymentKey("1" * 64), DeploymentKey("2" * 64), DeploymentKey("3" * 64)
 GB = 1_000_000_000
 
 
@@ -82,21 +69,12 @@ def test_weights() -> None:
     assert [default_weight(round(size * GB)) for size in (7.6, 16, 29, 70, 144)] == [1.0, 2.3, 2.3, 8.7, 8.7]
 
 
-def test_above_a_twu_of_08_the_heaviest_counts_less() -> None:
-    """The heaviest model's weight is multiplied by 0.6, not at 0.8 but above it; a model alone gives way to nobody."""
-    base = {SMALL: 1.0, MIDDLE: 2.3, LARGE: 8.7}
-    assert current_weights(base, 0.8) == base
-    assert current_weights(base, 0.81) == {SMALL: 1.0, MIDDLE: 2.3, LARGE: pytest.approx(5.22)}
-    assert current_weights({LARGE: 8.7}, 0.9) == {LARGE: 8.7}
-    assert current_weights({MIDDLE: 2.0, SMALL: 2.0}, 0.9) == {MIDDLE: 2.0, SMALL: 1.2}
-
-
-# -------------------------------------------------------------------------------------------------- fairness, interference
+# -------------------------------------------------------------------------------------------------- -------------- fairness
 
 
 def test_fairness_index_as_given() -> None:
     """At target throughput it is 0.8 exactly where p95 is a fifth of the SLO; beyond the SLO it is negative (SCH-7)."""
-    assert fairness_index(10.0, 10.0, 0.4, 2.0) == pytest.approx(FAIRNESS_LEVEL)
+    assert fairness_index(10.0, 10.0, 0.4, 2.0) == pytest.approx(0.8)
     assert fairness_index(5.0, 10.0, 1.0, 2.0) == pytest.approx(0.25)
     assert fairness_index(10.0, 10.0, 3.0, 2.0) == pytest.approx(-0.5)
     for target, slo_s in ((0.0, 1.0), (1.0, 0.0)):
@@ -106,80 +84,25 @@ def test_fairness_index_as_given() -> None:
 
 def test_three_readings_in_a_row() -> None:
     """Acted on at the third reading below the level, 200 ms apart; one above it starts the count again (SCH-7)."""
-    watch = FairnessWatch(0.5)
+    rows = InRow()
     times = [0.0, 0.2, 0.25, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4]
     indexes = [0.4, 0.4, 0.4, 0.4, 0.4, 0.5, 0.4, 0.4, 0.4]
     #                    too soon       act   act  fine
-    said = [watch.read(now_s, SlaClass.SILVER, index) for now_s, index in zip(times, indexes, strict=True)]
+    said = [rows.read(now_s, SlaClass.SILVER, index < 0.5) for now_s, index in zip(times, indexes, strict=True)]
     assert said == [False, False, False, True, True, False, False, False, True]
-    assert not watch.read(2.0, SlaClass.GOLD, 0.1)
+    assert not rows.read(2.0, SlaClass.GOLD, True)
 
 
-def test_rows_are_bounded() -> None:
+def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many keys push out the one seen first."""
-    row = InRow(keys_max=2)
+    monkeypatch.setattr(t, "KEPT_MAX", 2)
+    row = InRow()
     for key in "abc":
         row.read(0.0, key, True)
     for key in "bc":
-        row.read(READING_S, key, True)
-    assert [row.read(2 * READING_S, key, True) for key in "bc"] == [True, True]
-    assert not row.read(2 * READING_S, "a", True)
-
-
-def test_interference() -> None:
-    """0 where nothing is slower, 35 parts the pair, 40 fails the load test, 100 at most (SCH-7, OPS-9)."""
-    assert [interference(beside_s, 1.0) for beside_s in (0.5, 1.0, 1.35, 1.4, 2.0, 9.0)] == pytest.approx(
-        [0.0, 0.0, 35.0, 40.0, 100.0, 100.0]
-    )
-    with pytest.raises(ValueError, match="above 0"):
-        interference(1.0, 0.0)
-    assert most_disturbing({SMALL: 10.0, LARGE: 30.0, MIDDLE: 30.0}) == MIDDLE
-    assert most_disturbing({SMALL: 0.0}) is None
-    assert most_disturbing({}) is None
-
-
-# ------------------------------------------------------------------------------------------------- fragmentation, latency
-
-
-def test_the_golden_case_of_fragmentation() -> None:
-    """75 % used, largest free run 1.8 GB, a model that needs 2.1 GB: refused, although the sum is free (SCH-1)."""
-    runs = [1_800_000_000, 1_500_000_000, 1_700_000_000]  # 5 of 20 GB are free
-    assert sum(runs) == 20 * GB // 4 > 2_100_000_000
-    assert not fits_whole(2_100_000_000, runs)
-    assert fits_whole(1_800_000_000, runs)
-    assert fragmentation_runs(runs) == pytest.approx(1 - 1.8 / 5.0)
-
-
-def test_fragmentation_of_pages_counts_whole_blocks() -> None:
-    """Paged memory loses only what is no whole KV block; nothing free is not fragmented (SCH-1)."""
-    assert fragmentation_paged([1000, 250], 100) == pytest.approx(50 / 1250)
-    assert fragmentation_paged([1000], 100) == 0.0
-    assert fragmentation_paged([99], 100) == 1.0
-    assert fragmentation_paged([], 100) == fragmentation_runs([]) == fragmentation_runs([5]) == 0.0
-    assert not fits_whole(1, [])
-    with pytest.raises(ValueError, match="block"):
-        fragmentation_paged([1], 0)
-
-
-def test_expected_latency_and_the_cheapest_place() -> None:
-    """Base times (1 + fragmentation) plus load overhead; the cheapest under 30 % fragmentation goes first (SCH-2)."""
-    assert expected_latency_s(2.0, 0.25, 3.0) == pytest.approx(5.5)
-    broken = Candidate("broken", 1.0, 0.3)
-    cold = Candidate("cold", 1.0, 0.1, load_s=3.0)
-    warm = Candidate("warm", 1.2, 0.1)
-    assert cheapest([broken, cold, warm]) == warm
-    assert cheapest([broken, cold]) == cold
-    assert cheapest([broken]) == broken
-    assert cheapest([]) is None
-    assert cheapest([Candidate("b", 1.0, 0.0), Candidate("a", 1.0, 0.0)]) == Candidate("a", 1.0, 0.0)
-
-
-@given(st.lists(st.integers(1, 10**12), min_size=1, max_size=20), st.integers(1, 10**9))
-def test_fragmentation_is_a_share(runs: list[int], block_bytes: int) -> None:
-    """Between 0 and 1, and one run in one piece has none."""
-    assert 0.0 <= fragmentation_runs(runs) < 1.0
-    assert 0.0 <= fragmentation_paged(runs, block_bytes) <= 1.0
-    assert fragmentation_runs(runs[:1]) == 0.0
+        row.read(t.READING_S, key, True)
+    assert [row.read(2 * t.READING_S, key, True) for key in "bc"] == [True, True]
+    assert not row.read(2 * t.READING_S, "a", True)
 
 
 # ------------------------------------------------------------------------------------------------------------- priorities
@@ -188,21 +111,21 @@ def test_fragmentation_is_a_share(runs: list[int], block_bytes: int) -> None:
 def test_class_weights_are_those_of_a_replica_where_all_is_alike() -> None:
     """Without densities the shares are those that a replica uses by itself: 8, 4, 2, 1 (SCH-7)."""
     assert CLASS_VALUES == DEFAULT_WEIGHTS
-    assert class_weights({}) == {"gold": 32, "silver": 16, "bronze": 8, "batch": 4}
+    assert class_weights({}, {}) == {"gold": 32, "silver": 16, "bronze": 8, "batch": 4}
 
 
 def test_density_turns_turns_into_work() -> None:
     """A class of heavy requests gets fewer turns, a class of light ones more, and no class falls below a lower one."""
-    weights = class_weights({SlaClass.SILVER: 1.6, SlaClass.BRONZE: 0.5})
+    weights = class_weights({SlaClass.SILVER: 1.6, SlaClass.BRONZE: 0.5}, {})
     assert weights == {"gold": 32, "silver": 16, "bronze": 16, "batch": 4}
-    assert class_weights({SlaClass.GOLD: 100.0})["gold"] == 16
+    assert class_weights({SlaClass.GOLD: 100.0}, {})["gold"] == 16
     assert densities({SlaClass.GOLD: 6.0, SlaClass.SILVER: 2.0}, {SlaClass.GOLD: 1, SlaClass.SILVER: 3}) == {
         SlaClass.GOLD: pytest.approx(3.0),
         SlaClass.SILVER: pytest.approx(1 / 3),
     }
     assert densities({}, {}) == {}
     with pytest.raises(ValueError, match="gold"):
-        class_weights({SlaClass.GOLD: 0.0})
+        class_weights({SlaClass.GOLD: 0.0}, {})
 
 
 @given(
@@ -214,15 +137,18 @@ def test_nobody_starves(density: dict[SlaClass, float], boost: dict[SlaClass, fl
     weights = class_weights(density, boost)
     values = [weights[sla_class.value] for sla_class in SlaClass]
     assert values == sorted(values, reverse=True)
-    assert 1 <= values[-1] <= values[0] <= WEIGHT_MAX
-    assert -(-sum(values) // values[-1]) <= 4 * WEIGHT_MAX
+    assert 1 <= values[-1] <= values[0] <= t.WEIGHT_MAX
+    assert -(-sum(values) // values[-1]) <= 4 * t.WEIGHT_MAX
 
 
 def test_boosts_double_and_fade() -> None:
     """A class below its due gets twice as much at each reading up to the bound, and gives it back by steps."""
-    boosts = Boosts()
-    below = {SlaClass.BRONZE: True}
-    assert [boosts.take(below) for _ in range(3)] == [{SlaClass.BRONZE: boost} for boost in (2.0, 4.0, BOOST_MAX)]
-    given_back = [boosts.take({}) for _ in range(20)]
-    assert given_back[0] == {SlaClass.BRONZE: pytest.approx(3.6)}
-    assert given_back[-1] == {}
+    boosts: dict[SlaClass, float] = {}
+    for expected in (2.0, 4.0, t.BOOST_MAX):
+        boosts = boosted(boosts, {SlaClass.BRONZE: True})
+        assert boosts == {sla_class: expected if sla_class is SlaClass.BRONZE else 1.0 for sla_class in SlaClass}
+    boosts = boosted(boosts, {})
+    assert boosts[SlaClass.BRONZE] == pytest.approx(3.6)
+    for _ in range(20):
+        boosts = boosted(boosts, {})
+    assert set(boosts.values()) == {1.0}

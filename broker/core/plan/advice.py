@@ -35,6 +35,8 @@ def advice(look: Look, blocks: list[Block], value_max: float, trials_max: int) -
     kept = named(layout)
     staying = {block.replica for block in kept}
     leaving = [block for block in blocks if block.replica is not None and block.replica not in staying]
+    saved = max(0, devices - layout.devices)
+    reason = f"the rest carries it; acting would save {saved} {'device' if saved == 1 else 'devices'}"
     actions: list[Action] = []
     for block in kept:
         if block.replica is None and block.need in advised:
@@ -42,12 +44,8 @@ def advice(look: Look, blocks: list[Block], value_max: float, trials_max: int) -
             model = look.models[block.need]
             victims = tuple(b.replica for b in leaving if b.replica is not None and not set(b.sites).isdisjoint(block.sites))
             actions.append(StartReplica(model.record.deployment, keys, _saved_s(model), victims))
-    for block in leaving:
-        if block.need in advised and block.replica is not None:
-            saved = max(0, devices - layout.devices)
-            reason = f"the rest carries it; acting would save {saved} {'device' if saved == 1 else 'devices'}"
-            actions.append(StopReplica(block.replica, reason))
-    return actions
+    stopped = [block.replica for block in leaving if block.need in advised]
+    return [*actions, *(StopReplica(replica, reason) for replica in stopped if replica is not None)]
 
 
 def _saved_s(model: ModelView) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from broker.core.plan.feasibility import Feasibility, runs
@@ -114,11 +115,10 @@ class Availability:
         if self._layout != self._pool.layout:
             self._layout = self._pool.layout
             self._running_engine.clear()
-        known = self._running_engine.get(record.engine_type)
-        if known is None:
+        if record.engine_type not in self._running_engine:
             known = [device for device in self._pool.devices(usable=False) if runs(device, record)]
             self._running_engine[record.engine_type] = known
-        return known
+        return self._running_engine[record.engine_type]
 
     def _infeasible(self, record: ModelRecord) -> Outlook | None:
         """Why no patience helps: no worker for it, too big for every device, or the room is held by what must stay."""
@@ -158,12 +158,8 @@ class Availability:
             return Outlook(refusal=text, permanent=True)
         if record.gpus == 1:
             return None
-        linked: dict[tuple[str, str], int] = {}
-        for device in known:
-            if device.report.link and device.report.memory_bytes >= record.budget_bytes:
-                key = (device.worker.worker, device.report.link)
-                linked[key] = linked.get(key, 0) + 1
-        most = max(linked.values(), default=1)
+        fitting = [one for one in known if one.report.link and one.report.memory_bytes >= record.budget_bytes]
+        most = max(Counter((one.worker.worker, one.report.link) for one in fitting).values(), default=1)
         if most >= record.gpus:
             return None
         text = f"needs {record.gpus} linked devices of {bytes_text(record.budget_bytes)}, no worker has more than {most}"

@@ -15,10 +15,7 @@ All functions are pure.
 
 from __future__ import annotations
 
-from broker.core.plan.policy import Arrivals
 from subjects.messages import StepCosts
-
-# ------------------------------------------------------------------------------------------------------ one request's work
 
 
 def context_mean_tokens(input_tokens: float, output_tokens: float) -> float:
@@ -35,19 +32,6 @@ def decode_work_s(costs: StepCosts, input_tokens: float, output_tokens: float) -
 def prefill_work_s(costs: StepCosts, input_tokens: float) -> float:
     """Seconds of prefill, for a mean of tokens too."""
     return costs.prefill_token_s * input_tokens + costs.prefill_token2_s * input_tokens * input_tokens
-
-
-def arrivals_work_s(costs: StepCosts, arrivals: Arrivals) -> tuple[float, float]:
-    """Prefill and decode seconds of what arrived; within a length class all requests count as equal."""
-    first_s = rest_s = 0.0
-    for count, inputs, outputs in zip(arrivals.requests, arrivals.input_tokens, arrivals.output_tokens, strict=True):
-        if count:
-            first_s += count * prefill_work_s(costs, inputs / count)
-            rest_s += count * decode_work_s(costs, inputs / count, outputs / count)
-    return first_s, rest_s
-
-
-# ------------------------------------------------------------------------------------------------- what a load needs
 
 
 def standing_share(costs: StepCosts, tpot_s: float) -> float:

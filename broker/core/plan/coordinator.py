@@ -14,12 +14,11 @@ wants is a layout (``layout``, ``packing``); how the pool gets there is here:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from broker.core.plan import tunables as t
 from broker.core.plan.advice import advice
 from broker.core.plan.capacity import decode_work_s, prefill_work_s
-from broker.core.plan.headroom import HeadroomSettings
 from broker.core.plan.layout import Layout
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.memory import Memory
@@ -51,7 +50,7 @@ SHUT = "shut"
 class CoordinatorSettings:
     """What operators, ablations and tests vary; all other numbers are in ``tunables`` alone."""
 
-    headroom: HeadroomSettings = field(default_factory=HeadroomSettings)
+    learns_headroom: bool = True
     need_keep_s: float = t.NEED_KEEP_S
     need_keep_lives: float = t.NEED_KEEP_LIVES
     class_values: tuple[float, ...] = t.CLASS_WORTH
@@ -80,8 +79,8 @@ class Coordinator:
     name = "carpool"
 
     def __init__(self, settings: CoordinatorSettings | None = None) -> None:
-        self.settings = settings or CoordinatorSettings()
-        self.needs = Needs(self.settings.headroom, self.settings.need_keep_s, self.settings.need_keep_lives)
+        s = self.settings = settings or CoordinatorSettings()
+        self.needs = Needs(s.need_keep_s, s.need_keep_lives, learns=s.learns_headroom)
         self._values = dict(zip(SlaClass, self.settings.class_values, strict=True))
         scores = DeviceScores() if self.settings.learns_devices else None
         self.prospects = Prospects(scores) if self.settings.foresees else None

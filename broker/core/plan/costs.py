@@ -9,7 +9,7 @@ go on taking another time than was measured, the book asks for a new measurement
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -72,7 +72,7 @@ class Account:
     """Since when the ratio says that the measurement is wrong; infinite: it does not."""
     deviates: bool = False
     """Whether that has lasted."""
-    served: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    served: list[float] = field(default_factory=lambda: [0.0] * 4)
     """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
     windows: deque[StepSums] = field(default_factory=deque)
     """The last that happened, of ``t.CORRECTION_STEPS`` steps or a little more."""
@@ -111,7 +111,7 @@ class CostBook:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._accounts: dict[Key, Account] = {}
+        self._accounts: defaultdict[Key, Account] = defaultdict(Account)
         self._sums: dict[WorkerId, dict[ReplicaId, StepSums]] = {}
         self._filled: dict[DeploymentKey, tuple[ModelRecord, int, ModelRecord]] = {}
         self._devices: list[Device] | None = None
@@ -148,26 +148,23 @@ class CostBook:
     def filled(self, record: ModelRecord) -> ModelRecord:
         """The record with costs for every kind of device here that has its engine. The same object as long as they are."""
         self._look_at_kinds()
-        known = self._filled.get(record.deployment)
-        if known is not None and known[0] is record and known[1] == self.news:
-            return known[2]
+        source, news, filled = self._filled.get(record.deployment, (None, 0, record))
+        if source is record and news == self.news:
+            return filled
         costs = {kind: _some(given) for kind, given in record.costs.items()}
         for kind, (_, engines) in self._kinds.items():
             if engines is None or record.engine_type in engines:
                 costs[kind] = _some(self.costs_of(record, kind)[0])
         seats = sequences(record, self._hardware)
-        if known is not None and known[0] is record and known[2].costs == costs and known[2].max_num_seqs == seats:
-            filled = known[2]
-        elif costs == record.costs and seats == record.max_num_seqs:
-            filled = record
-        else:
-            filled = msgspec.structs.replace(record, costs=costs, max_num_seqs=seats)
+        if source is not record or (filled.costs, filled.max_num_seqs) != (costs, seats):
+            same = (record.costs, record.max_num_seqs) == (costs, seats)
+            filled = record if same else msgspec.structs.replace(record, costs=costs, max_num_seqs=seats)
         self._filled[record.deployment] = (record, self.news, filled)
         return filled
 
     def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
         """Without correction."""
-        if record.costs.get(device_type) is not None:
+        if device_type in record.costs:
             return record.costs[device_type], Source.GIVEN
         if account is not None and account.fitted is not None:
             return account.fitted, Source.MEASURED
@@ -179,13 +176,11 @@ class CostBook:
         if record.engine_type is not EngineType.VLLM:
             return here
         measured = {kind: costs for kind, costs in record.costs.items() if kind != device_type}
-        deployment = record.deployment
         for (whose, kind, gpus), account in self._accounts.items():
-            if (whose, gpus) == (deployment, record.gpus) and kind != device_type and account.fitted is not None:
+            if (whose, gpus) == (record.deployment, record.gpus) and kind != device_type and account.fitted is not None:
                 measured.setdefault(kind, account.fitted)
-        for kind in sorted(measured):
-            return scaled(measured[kind], self._estimate(record, kind), here)
-        return here
+        other = min(measured, default="")
+        return scaled(measured[other], self._estimate(record, other), here) if measured else here
 
     def _estimate(self, record: ModelRecord, device_type: str) -> StepCosts:
         known = self._kinds.get(device_type)
@@ -197,19 +192,15 @@ class CostBook:
         if devices is self._devices:
             return
         self._devices = devices
-        before = self._hardware
         gpus = any(device.report.kind is DeviceKind.GPU for device in devices)
-        self._hardware = DeviceKind.GPU if gpus else DeviceKind.CPU
+        before, self._hardware = self._hardware, DeviceKind.GPU if gpus else DeviceKind.CPU
         kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
         for device in devices:
             snapshot = device.worker.snapshot
             engines = frozenset(snapshot.engines) if snapshot is not None and snapshot.engines else None
             kind = device.report.device_type
-            known = kinds.get(kind)
-            if known is None:
-                kinds[kind] = (figures(device.report), engines)
-            else:
-                kinds[kind] = (known[0], None if known[1] is None or engines is None else known[1] | engines)
+            first, known = kinds.get(kind) or (figures(device.report), engines)
+            kinds[kind] = (first, None if known is None or engines is None else known | engines)
         if kinds != self._kinds or before is not self._hardware:
             self._kinds = kinds
             self.news += 1
@@ -219,7 +210,7 @@ class CostBook:
     def measured(self, now_s: float, event: CostsMeasured, record: ModelRecord) -> KeptCosts | None:
         """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
         points = tuple(point for point in event.points if is_sane(point.sums))
-        account = self._account(_key(record, event.device_type))
+        account = self._accounts[_key(record, event.device_type)]
         old = account.kept
         anew = old is None or account.deviates or old.engine != event.engine
         if not points and (anew or not event.whole):
@@ -249,7 +240,7 @@ class CostBook:
     def restore(self, entries: Iterable[KeptCosts]) -> None:
         """What was kept by an earlier life of this pool, or by the scheduler that leads; what is older than ours is not."""
         for kept in entries:
-            account = self._account((kept.deployment, kept.device_type, kept.gpus))
+            account = self._accounts[kept.deployment, kept.device_type, kept.gpus]
             if account.kept is None or kept.at_unix_s > account.kept.at_unix_s:
                 self._take(account, kept)
 
@@ -257,12 +248,6 @@ class CostBook:
         account.kept, account.fitted = kept, kept.costs
         account.restart()
         self.news += 1
-
-    def _account(self, key: Key) -> Account:
-        account = self._accounts.get(key)
-        if account is None:
-            account = self._accounts[key] = Account()
-        return account
 
     # ------------------------------------------------------------------------------------------------------ corrected live
 
@@ -287,7 +272,7 @@ class CostBook:
             if record is None or not is_sane(window) or _has_company(replica, snapshot.replicas):
                 continue
             kind = kinds.get(replica.device, "")
-            account = self._account(_key(record, kind))
+            account = self._accounts[_key(record, kind)]
             if self._follow(now_s, account, self._base(record, kind, account), window):
                 news.append((record, kind, account))
         return news
@@ -313,24 +298,23 @@ class CostBook:
             return False
         account.off_since_s = min(account.off_since_s, now_s)
         lasts = now_s - account.off_since_s >= t.DEVIATION_S and account.steps >= t.CORRECTION_STEPS
-        newly = lasts and not account.deviates
-        account.deviates = account.deviates or lasts
-        return newly
+        before, account.deviates = account.deviates, account.deviates or lasts
+        return lasts and not before
 
     def served(self, rows: Iterable[ModelDemand], records: Mapping[DeploymentKey, ModelRecord]) -> None:
         """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
         for row in rows:
             record = records.get(row.deployment)
-            if record is None or record.engine_type is not EngineType.OPENAI_HTTP or row.output_tokens <= row.finished:
+            steps = row.output_tokens - row.finished
+            if record is None or record.engine_type is not EngineType.OPENAI_HTTP or steps <= 0:
                 continue
             if not 0 <= row.ttft_s_sum <= row.latency_s_sum < math.inf:
                 continue
-            account = self._account(_key(record, SERVER))
-            steps = row.output_tokens - row.finished
+            account = self._accounts[_key(record, SERVER)]
             new = (row.ttft_s_sum, float(row.input_tokens), row.latency_s_sum - row.ttft_s_sum, float(steps))
             fade = 0.5 ** (steps / t.SERVED_TOKENS)
-            first_s, prompt_tokens, rest_s, rest = (fade * old + more for old, more in zip(account.served, new, strict=True))
-            account.served = (first_s, prompt_tokens, rest_s, rest)
+            account.served = [fade * old + more for old, more in zip(account.served, new, strict=True)]
+            first_s, prompt_tokens, rest_s, rest = account.served
             account.steps += steps
             account.fitted = StepCosts(prefill_token_s=first_s / max(1.0, prompt_tokens), step_const_s=rest_s / rest)
 
@@ -389,23 +373,21 @@ class CostBook:
 
     def rows(self, record: ModelRecord) -> list[CostsRow]:
         """One for each kind of device here that the model could run on, and for each that it was measured on."""
-        deployment = record.deployment
-        kinds = dict.fromkeys(self.filled(record).costs)
-        if record.engine_type is EngineType.OPENAI_HTTP:
-            kinds = {SERVER: None}
-        kinds |= dict.fromkeys(kind for whose, kind, _ in self._accounts if whose == deployment)
+        here = [SERVER] if record.engine_type is EngineType.OPENAI_HTTP else self.filled(record).costs
+        kinds = {*here, *(kind for whose, kind, _ in self._accounts if whose == record.deployment)}
         rows = []
         for kind in sorted(kinds):
             costs, source = self.costs_of(record, kind)
             account = self._accounts.get(_key(record, kind)) or Account()
-            kept = account.kept if source is not Source.GIVEN else None
+            given = source is Source.GIVEN
+            kept = None if given else account.kept
             rows.append(
                 CostsRow(
                     record.name,
                     kind,
                     source,
                     costs,
-                    account.correction if source is not Source.GIVEN else 1.0,
+                    1.0 if given else account.correction,
                     kept.at_unix_s if kept is not None else 0.0,
                     kept.points if kept is not None else (),
                     kept is not None and kept.whole,

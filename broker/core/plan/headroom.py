@@ -12,7 +12,7 @@ All models at once, as arrays of models x rules. Times in seconds, work in secon
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -22,50 +22,30 @@ from broker.core.plan import tunables as t
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class HeadroomSettings:
-    """Which rules there are, and when one is good enough."""
-
-    factors: tuple[float, ...] = t.RULE_FACTORS
-    levels: tuple[float, ...] = t.RULE_LEVELS
-    holds_s: tuple[float, ...] = t.RULE_HOLDS_S
-    first: tuple[float, float, float, float] = (t.FAST_S, t.RULE_FACTORS[1], t.RULE_LEVELS[1], t.RULE_HOLDS_S[1])
-
-
 class Headroom:
     """The shadow of all models. ``rows`` are added as models come; a row is told at every look what arrived."""
 
-    def __init__(self, settings: HeadroomSettings | None = None) -> None:
-        s = self.settings = settings or HeadroomSettings()
-        grid = [(m, f, a, h) for m in t.RULE_MEANS_S for f in s.factors for a in s.levels for h in s.holds_s]
-        self._mean = np.array([t.RULE_MEANS_S.index(m) for m, *_ in grid])
-        self._factor = np.array([f for _, f, _, _ in grid])
-        self._level = np.array([a for _, _, a, _ in grid])
-        self._hold_s = np.array([h for *_, h in grid])
-        self._first = grid.index(s.first)
+    def __init__(self, *, learns: bool = True) -> None:
+        """``learns``: False leaves only rules that give no room at all."""
+        first = (t.FAST_S, t.RULE_FACTORS[1], t.RULE_LEVELS[1], t.RULE_HOLDS_S[1])
+        grid = list(product(t.RULE_MEANS_S, t.RULE_FACTORS, t.RULE_LEVELS, t.RULE_HOLDS_S))
+        if not learns:
+            first = (t.FAST_S, 1.0, 0.0, t.RULE_HOLDS_S[1])
+            grid = [(mean, *first[1:]) for mean in t.RULE_MEANS_S]
+        self._mean = np.array([t.RULE_MEANS_S.index(mean) for mean, *_ in grid])
+        _, self._factor, self._level, self._hold_s = np.array(grid).T
+        self._first = grid.index(first)
         self._taus = np.array(t.RULE_MEANS_S)
         self._delay = max(1, round(t.RULE_DELAY_S / t.RULE_STEP_S))
         self.rows = 0
-        self._step_at_s = -np.inf
-        self._chosen_at_s = -np.inf
+        self._step_at_s = self._chosen_at_s = -np.inf
         rules = len(grid)
-        self._ewma = np.zeros((0, len(t.RULE_MEANS_S)))
-        self._fast = np.zeros(0)
-        self._slow = np.zeros(0)
-        self._level_sums = np.zeros((0, 2))
-        self._held = np.zeros((0, rules))
-        self._held_for_s = np.zeros((0, rules))
-        self._queue = np.zeros((0, rules))
+        self._ewma, self._level_sums = np.zeros((0, len(t.RULE_MEANS_S))), np.zeros((0, 2))
+        self._held, self._held_for_s, self._queue, self._total, self._cost, self._missed = np.zeros((6, 0, rules))
+        self._fast, self._slow, self._weight, self._requests, self._work_new, self._requests_new = np.zeros((6, 0))
         self._ring = np.zeros((self._delay, 0, rules))
         self._ring_at = 0
-        self._total = np.zeros((0, rules))
-        self._cost = np.zeros((0, rules))
-        self._missed = np.zeros((0, rules))
-        self._weight = np.zeros(0)
         self._first_s = np.zeros(0)
-        self._requests = np.zeros(0)
-        self._work_new = np.zeros(0)
-        self._requests_new = np.zeros(0)
         self.chosen = np.zeros(0, dtype=np.int64)
 
     _TABLES = ("_ewma", "_level_sums", "_held", "_held_for_s", "_queue", "_total", "_cost", "_missed")
@@ -165,8 +145,6 @@ class Headroom:
 
     def means(self) -> list[float]:
         """The prefill work that has arrived per second, by row: over some ten seconds, or over a minute if that is more."""
-        if not self.rows:
-            return []
         found: list[float] = np.maximum(self._ewma[:, -1], self._slow).tolist()
         return found
 
@@ -178,10 +156,3 @@ class Headroom:
     def level(self, row: int) -> float:
         """The rate at which prefill work usually comes while it comes."""
         return float(self._level_sums[row, 0] / max(self._level_sums[row, 1], 1e-9))
-
-    def rule(self, row: int) -> tuple[float, float, float, float, float]:
-        """Mean, factor, level, hold and missed share of the rule that decides for a row."""
-        e = int(self.chosen[row])
-        share = float(self._missed[row, e] / max(1.0, self._requests[row]))
-        found = (self._taus[self._mean[e]], self._factor[e], self._level[e], self._hold_s[e])
-        return (float(found[0]), float(found[1]), float(found[2]), float(found[3]), share)

@@ -3,11 +3,11 @@
 The capacity profile says how long things take on a *kind* of device. Devices of one kind differ: one throttles, one has a
 bad link, one shares a power supply. Every five minutes what was seen in that time, per pair of model and device, is an
 example: the logarithm of time taken over time predicted, less what the model takes longer everywhere (no device's fault),
-against who and where, and arrival rate. A linear model trained by FTRL-Proximal (McMahan et al. 2013;
-the library is ``river``) gives each pair a factor; routing prefers low ones (``prospects``), placement does not ask yet.
+against who and where, and arrival rate. A linear model trained by FTRL-Proximal (McMahan et al. 2013; the library is
+``river``) gives each pair a factor; routing prefers low ones (``prewarming``), placement does not ask yet.
 
-Bounded: names are hashed into a fixed number of weights, examples wait in a
-bounded queue and are learned a few per look. Old examples fade. Deterministic: the same calls give the same factors.
+Bounded: names are hashed into a fixed number of weights, examples wait in a bounded queue and are learned a few per look.
+Old examples fade. Deterministic: the same calls give the same factors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from broker.core.plan import tunables as t
 from broker.core.pool.catalogue import DeviceKey
@@ -27,34 +26,29 @@ from subjects.ids import DeploymentKey
 WEIGHTS_MAX = 4 * t.KEPT_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class LearningSettings:
-    """How fast it learns, and how far it may go."""
-
-    period_s: float = t.PERIOD_S
-    examples_max: int = t.KEPT_MAX
-    seen_min: int = t.SEEN_MIN
-
-
-@dataclass(slots=True)
-class _Seen:
-    log_sum: float = 0.0
-    count: int = 0
+Pair = tuple[DeploymentKey, DeviceKey]
+Name = TypeVar("Name", bound=str)
 
 
 class DeviceScores:
     """Factors of (model, device). Making one imports ``river``, which takes seconds: do it before leading."""
 
-    def __init__(self, settings: LearningSettings | None = None) -> None:
-        self.settings = settings or LearningSettings()
-        self._model: Any = self._new_model()
-        self._seen: dict[tuple[DeploymentKey, DeviceKey], _Seen] = {}
-        self._rates: dict[tuple[DeploymentKey, DeviceKey], float] = {}
+    def __init__(self) -> None:
+        try:
+            from river import linear_model, optim
+        except ImportError:
+            raise ConfigError("river is not installed: pip install 'carpool[research]'") from None
+
+        optimizer = optim.FTRLProximal(alpha=t.FTRL_ALPHA, beta=t.FTRL_BETA, l1=0.0, l2=t.FTRL_L2)
+        self._model: Any = linear_model.LinearRegression(optimizer=optimizer, intercept_lr=0.0)
+        self._seen: dict[Pair, tuple[float, int]] = {}
+        """In this period: the sum of logarithms, and how many."""
+        self._rates: dict[Pair, float] = {}
         """Arrivals per second when it was last observed."""
-        self._period_end_s: float | None = None
+        self._period_end_s = math.inf
         self._everywhere: dict[DeploymentKey, float] = {}
         """By model the running mean of its logarithms over all devices."""
-        self._examples: deque[tuple[dict[str, float], float, float]] = deque(maxlen=self.settings.examples_max)
+        self._examples: deque[tuple[dict[str, float], float, float]] = deque(maxlen=t.KEPT_MAX)
         self.learned = 0
         """Examples so far, each pass counted."""
 
@@ -62,30 +56,25 @@ class DeviceScores:
         self, deployment: DeploymentKey, device: DeviceKey, predicted_s: float, seen_s: float, arrival_rps: float = 0.0
     ) -> None:
         """Something of this model took ``seen_s`` on this device, and ``predicted_s`` by its profile under that load."""
-        if not predicted_s > 0.0 or not seen_s > 0.0:
-            return
         key = (deployment, device)
-        seen = self._seen.get(key)
-        if seen is None:
-            if len(self._seen) >= self.settings.examples_max:
-                return
-            seen = self._seen[key] = _Seen()
-        seen.log_sum += math.log(min(t.CORRECTION_MAX, max(1.0 / t.CORRECTION_MAX, seen_s / predicted_s)))
-        seen.count += 1
-        if key not in self._rates and len(self._rates) >= self.settings.examples_max:
+        full = key not in self._seen and len(self._seen) >= t.KEPT_MAX
+        if full or not predicted_s > 0.0 or not seen_s > 0.0:
+            return
+        log_sum, count = self._seen.get(key, (0.0, 0))
+        ratio = min(t.CORRECTION_MAX, max(1.0 / t.CORRECTION_MAX, seen_s / predicted_s))
+        self._seen[key] = (log_sum + math.log(ratio), count + 1)
+        if key not in self._rates and len(self._rates) >= t.KEPT_MAX:
             del self._rates[next(iter(self._rates))]
         self._rates[key] = arrival_rps
 
     def look(self, now_s: float) -> None:
         """Closes a period that is over, and learns some of the examples that wait. Call it at each look."""
-        if self._period_end_s is None:
-            self._period_end_s = now_s + self.settings.period_s
         if now_s >= self._period_end_s:
-            self._period_end_s = now_s + self.settings.period_s
             self._close()
+            self._period_end_s = math.inf
+        self._period_end_s = min(self._period_end_s, now_s + t.PERIOD_S)
         for _ in range(min(len(self._examples), t.PER_LOOK)):
-            features, target, weight = self._examples.popleft()
-            self._model.learn_one(features, target, weight)
+            self._model.learn_one(*self._examples.popleft())
             self.learned += 1
 
     def factor(self, deployment: DeploymentKey, device: DeviceKey) -> float:
@@ -100,12 +89,10 @@ class DeviceScores:
     def preference(self, deployment: DeploymentKey, devices: Iterable[DeviceKey]) -> dict[DeviceKey, float]:
         """Factors of these devices over their geometric mean: below 1 is better than the others."""
         factors = {device: self.factor(deployment, device) for device in devices}
-        if not factors:
-            return {}
-        mean = math.exp(math.fsum(math.log(factor) for factor in factors.values()) / len(factors))
+        mean = math.exp(math.fsum(map(math.log, factors.values())) / max(1, len(factors)))
         return {device: factor / mean for device, factor in factors.items()}
 
-    def routing_weights(self, deployment: DeploymentKey, replicas: Mapping[str, DeviceKey]) -> dict[str, float]:
+    def routing_weights(self, deployment: DeploymentKey, replicas: Mapping[Name, DeviceKey]) -> dict[Name, float]:
         """Routing weights for a model's replicas, the inverse of their devices' preference: all then take equally long."""
         preference = self.preference(deployment, replicas.values())
         return {replica: round(1.0 / preference[device], 3) for replica, device in replicas.items()}
@@ -115,38 +102,25 @@ class DeviceScores:
         for name in optimizer.n:
             optimizer.z[name] *= t.EXAMPLE_FADE
             optimizer.n[name] *= t.EXAMPLE_FADE**2
-        enough = {key: self._seen[key] for key in sorted(self._seen) if self._seen[key].count >= self.settings.seen_min}
-        self._follow_everywhere(enough)
+        means: dict[DeploymentKey, dict[DeviceKey, float]] = {}
+        for (deployment, device), (log_sum, count) in sorted(self._seen.items()):
+            if count >= t.SEEN_MIN:
+                means.setdefault(deployment, {})[device] = log_sum / count
         examples = []
-        for key, seen in enough.items():
-            target = seen.log_sum / seen.count - self._everywhere[key[0]]
-            weight = min(1.0, seen.count / (4.0 * self.settings.seen_min))
-            examples.append((_features(*key, self._rates.get(key, 0.0)), target, weight))
+        for deployment, logs in means.items():
+            mean = math.fsum(logs.values()) / len(logs)
+            before = self._everywhere.pop(deployment, mean)
+            # Of one device alone one cannot say whether it or the model is slow; of several it is what they share.
+            everywhere = self._everywhere[deployment] = before + (1.0 if len(logs) > 1 else 0.2) * (mean - before)
+            for device, log in logs.items():
+                key = (deployment, device)
+                weight = min(1.0, self._seen[key][1] / (4.0 * t.SEEN_MIN))
+                examples.append((_features(*key, self._rates.get(key, 0.0)), log - everywhere, weight))
+        while len(self._everywhere) > t.KEPT_MAX:
+            del self._everywhere[next(iter(self._everywhere))]
         for _ in range(t.PASSES):
             self._examples.extend(examples)
         self._seen.clear()
-
-    def _follow_everywhere(self, enough: Mapping[tuple[DeploymentKey, DeviceKey], _Seen]) -> None:
-        means: dict[DeploymentKey, list[float]] = {}
-        for (deployment, _), seen in enough.items():
-            means.setdefault(deployment, []).append(seen.log_sum / seen.count)
-        for deployment, logs in means.items():
-            mean = math.fsum(logs) / len(logs)
-            before = self._everywhere.pop(deployment, mean)
-            # Of one device alone one cannot say whether it or the model is slow; of several it is what they share.
-            share = 1.0 if len(logs) > 1 else 0.2
-            self._everywhere[deployment] = before + share * (mean - before)
-        while len(self._everywhere) > self.settings.examples_max:
-            del self._everywhere[next(iter(self._everywhere))]
-
-    def _new_model(self) -> Any:
-        try:
-            from river import linear_model, optim
-        except ImportError:
-            raise ConfigError("river is not installed: pip install 'carpool[research]'") from None
-
-        optimizer = optim.FTRLProximal(alpha=t.FTRL_ALPHA, beta=t.FTRL_BETA, l1=0.0, l2=t.FTRL_L2)
-        return linear_model.LinearRegression(optimizer=optimizer, intercept_lr=0.0)
 
 
 def _features(deployment: DeploymentKey, device: DeviceKey, arrival_rps: float) -> dict[str, float]:

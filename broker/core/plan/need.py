@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from broker.core.plan import tunables as t
-from broker.core.plan.capacity import arrivals_work_s, prefill_work_s, standing_share
-from broker.core.plan.feedback import Correction
-from broker.core.plan.headroom import Headroom, HeadroomSettings
+from broker.core.plan.capacity import context_mean_tokens, prefill_work_s, standing_share
+from broker.core.plan.headroom import Headroom
 from broker.core.plan.policy import ModelView
 from subjects.ids import DeploymentKey
 from subjects.messages import ReplicaState, StepCosts
@@ -24,8 +23,6 @@ from subjects.messages import ReplicaState, StepCosts
 
 class Largest:
     """The largest value of a sliding window."""
-
-    __slots__ = ("_entries", "span_s")
 
     def __init__(self, span_s: float) -> None:
         self.span_s = span_s
@@ -47,8 +44,6 @@ BINS, BIN_FIRST_S, BIN_RATIO = t.LENGTH_BINS
 
 class Lengths:
     """How long prompts take alone: a histogram over logarithmic bins that fades."""
-
-    __slots__ = ("_bins", "_total")
 
     def __init__(self) -> None:
         self._bins = [0.0] * int(BINS)
@@ -120,58 +115,93 @@ class ModelNeed:
         """One line with the numbers."""
         return (
             f"needs {self.load:.2f} (prompts {self.mean:.2f}, in bursts {self.prefill:.2f}, answers {self.decode:.2f}, "
-            f"queue {self.queue:.2f}) "
-            f"for {self.rps:.2f}/s"
+            f"queue {self.queue:.2f}) for {self.rps:.2f}/s"
         )
 
 
-class _Tracker:
-    __slots__ = (
-        "busy",
-        "correction",
-        "decode",
-        "expected",
-        "finished",
-        "followed_s",
-        "kv_most",
-        "lengths",
-        "load_most",
-        "need",
-        "requests",
-        "resident",
-        "row",
-        "seats_most",
-        "share_most",
-        "tokens_in",
-        "tokens_out",
-    )
+@dataclass(slots=True)
+class Correction:
+    """What turns out to be too little for a model: more is asked for where requests wait or go on missing targets (decisions
+    0023, 0025).
 
-    def __init__(self, row: int) -> None:
-        self.row = row
-        self.need = ModelNeed()
-        self.busy = self.resident = False
-        self.correction = Correction()
-        self.followed_s = -math.inf
-        self.lengths = Lengths()
-        self.decode = 0.0
-        self.load_most = Largest(t.NEED_KEEP_S)
-        self.share_most = Largest(t.SHARE_KEEP_S)
-        self.seats_most = Largest(t.KV_KEEP_S)
-        self.kv_most = Largest(t.KV_KEEP_S)
-        self.requests = self.tokens_in = 0.0
-        self.finished = self.tokens_out = self.expected = 0.0
+    Two things can be wrong with what was reckoned. There may be more work than it says: then more *load* is asked for. Or
+    what is there carries the load, but answers too slowly beside its neighbours: then more *of its devices' time* is asked
+    for, which helps models whose load is small and whose prompts are long.
+    """
+
+    load: float = 0.0
+    """By how much more load is asked for than is reckoned, as a share of it."""
+    share: float = 0.0
+    """Of its devices' time: what each of its replicas should have."""
+    _memory_s: float = t.LOAD_MEMORY_S
+    _raised_s: float = math.inf
+    """When ``load`` last grew; never so far: infinite."""
+    _begun_s: float = math.inf
+    _finished: float = 0.0
+    _missed: float = 0.0
+    _lasting_finished: float = 0.0
+    _lasting_missed: float = 0.0
+
+    def look(self, now_s: float, gone_s: float, finished: int, missed: int, waits: float, *, cold: bool = False) -> None:
+        """What happened in the last ``gone_s`` seconds: requests that ended, how many of them missed their targets, and
+        for how much of the time to the first token (1: all of it) the first in the queue has waited. ``cold``: no replica
+        is ready."""
+        self._begun_s = now_s if cold else min(self._begun_s, now_s)
+        lasting = self._lasting(now_s, gone_s, finished, missed)
+        share = self.share * math.exp(-gone_s / t.SHARE_MEMORY_S) + lasting * gone_s / t.SHARE_RISE_S
+        self.share = min(t.SHARE_MIN_MOST, share)
+        fade = math.exp(-gone_s / t.MISSED_MEMORY_S)
+        self._finished = self._finished * fade + finished
+        self._missed = self._missed * fade + missed
+        excess = self._missed / (self._finished + t.MISSED_PRIOR) - t.MISSED_FREE
+        more = t.LOAD_MISSED * min(max(excess, 0.0), 0.1) + (t.LOAD_WAITING if waits > t.WAIT_SHARE else 0.0)
+        self.load *= math.exp(-gone_s / self._memory_s)
+        if more > 0:
+            if now_s - self._raised_s > t.MISSED_MEMORY_S:
+                self._memory_s = min(2.0 * self._memory_s, t.LOAD_MEMORY_S_MAX)
+            self._raised_s = now_s
+            most = t.LOAD_MAX + t.LOAD_LASTING * lasting
+            self.load = max(self.load, min(self.load + more * gone_s, most))
+        else:
+            self._memory_s += (t.LOAD_MEMORY_S - self._memory_s) * gone_s / t.RELAPSE_MEMORY_S
+
+    def _lasting(self, now_s: float, gone_s: float, finished: int, missed: int) -> float:
+        """How much misses last, from 0 to 1."""
+        if now_s - self._begun_s < t.LASTING_AFTER_S:
+            return 0.0
+        fade = math.exp(-gone_s / t.LASTING_S)
+        self._lasting_finished = self._lasting_finished * fade + finished
+        self._lasting_missed = self._lasting_missed * fade + missed
+        share = self._lasting_missed / (self._lasting_finished + t.LASTING_PRIOR)
+        return min(max(share / t.LASTING_MISSED - 1.0, 0.0), 1.0)
+
+
+@dataclass(slots=True)
+class _Tracker:
+    row: int
+    need: ModelNeed = field(default_factory=ModelNeed)
+    busy: bool = False
+    resident: bool = False
+    correction: Correction = field(default_factory=Correction)
+    followed_s: float = -math.inf
+    lengths: Lengths = field(default_factory=Lengths)
+    decode: float = 0.0
+    load_most: Largest = field(default_factory=lambda: Largest(t.NEED_KEEP_S))
+    share_most: Largest = field(default_factory=lambda: Largest(t.SHARE_KEEP_S))
+    seats_most: Largest = field(default_factory=lambda: Largest(t.KV_KEEP_S))
+    kv_most: Largest = field(default_factory=lambda: Largest(t.KV_KEEP_S))
+    requests: float = 0.0
+    tokens_in: float = 0.0
+    finished: float = 0.0
+    tokens_out: float = 0.0
+    expected: float = 0.0
 
 
 class Needs:
     """Follows all models."""
 
-    def __init__(
-        self,
-        headroom: HeadroomSettings | None = None,
-        keep_s: float = t.NEED_KEEP_S,
-        keep_lives: float = t.NEED_KEEP_LIVES,
-    ) -> None:
-        self.headroom = Headroom(headroom)
+    def __init__(self, keep_s: float, keep_lives: float, *, learns: bool) -> None:
+        self.headroom = Headroom(learns=learns)
         self._keep_s, self._keep_lives = keep_s, keep_lives
         self._trackers: dict[DeploymentKey, _Tracker] = {}
         self._free_rows: list[int] = []
@@ -189,15 +219,12 @@ class Needs:
         is the share of devices that each could borrow from its neighbours at once, ``shares`` what its replicas have of
         their devices' time on average. The answers are in their order."""
         trackers = self._known(models)
-        rows = self.headroom.rows
-        if len(self._base) != rows:
-            self._base = np.resize(self._base, rows)
-            self._wait_s = np.resize(self._wait_s, rows)
+        if len(self._base) != self.headroom.rows:
+            self._base, self._wait_s = (np.resize(known, self.headroom.rows) for known in (self._base, self._wait_s))
         means = self.headroom.means()
         for (model, costs), tracker in zip(models, trackers, strict=True):
             need, row = tracker.need, tracker.row
-            requests = model.arrivals.requests
-            busy = model.running > 0 or model.waiting > 0 or requests[0] > 0 or requests[1] > 0 or requests[2] > 0
+            busy = bool(model.running or model.waiting or any(model.arrivals.requests))
             gone_s = now_s - tracker.followed_s
             if not busy and not tracker.busy and gone_s < t.LOOK_S:
                 continue
@@ -220,12 +247,9 @@ class Needs:
             need.level = self.headroom.level(row)
         wanted = self.headroom.look(now_s, self._base, self._wait_s).tolist()
         fast = self.headroom.fasts()
-        needs = []
         for (model, costs), tracker in zip(models, trackers, strict=True):
-            need = tracker.need
-            need.prefill = wanted[tracker.row]
-            need.fast = fast[tracker.row]
-            waiting = model.waiting
+            need, waiting = tracker.need, model.waiting
+            need.prefill, need.fast = wanted[tracker.row], fast[tracker.row]
             need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
             # Of what waits, what can be answered meanwhile counts with its answers.
             answers_s = waiting * need.output_tokens * need.token_s * min(1.0, t.QUEUE_DRAIN_S / need.life_s)
@@ -235,15 +259,13 @@ class Needs:
             burst += (1 - patience) * max(0.0, need.prefill + need.decode - burst)
             need.load = max(burst, need.mean + need.decode) * (1.0 + tracker.correction.load) + need.queue
             need.load_keep = tracker.load_most.add(now_s, need.load)
-            needs.append(need)
-        return needs
+        return [tracker.need for tracker in trackers]
 
     def _known(self, models: list[tuple[ModelView, StepCosts]]) -> list[_Tracker]:
         present = {model.record.deployment: model.replicas for model, _ in models}
         for deployment in [known for known in self._trackers if known not in present]:
-            row = self._trackers.pop(deployment).row
-            self.headroom.forget_row(row)
-            self._free_rows.append(row)
+            self._free_rows.append(self._trackers.pop(deployment).row)
+            self.headroom.forget_row(self._free_rows[-1])
         trackers = []
         for deployment, replicas in present.items():
             tracker = self._trackers.get(deployment)
@@ -262,11 +284,13 @@ class Needs:
         arrivals = model.arrivals
         requests = sum(arrivals.requests)
         if requests:
-            first_s, _ = arrivals_work_s(costs, arrivals)
-            self.headroom.arrived(tracker.row, first_s, requests)
+            first_s = 0.0  # Within a length class all requests count as equal.
             for count, tokens in zip(arrivals.requests, arrivals.input_tokens, strict=True):
                 if count:
-                    tracker.lengths.add(prefill_work_s(costs, tokens / count), count)
+                    each_s = prefill_work_s(costs, tokens / count)
+                    first_s += count * each_s
+                    tracker.lengths.add(each_s, count)
+            self.headroom.arrived(tracker.row, first_s, requests)
             fade = math.exp(-requests / 300.0)
             tracker.requests = tracker.requests * fade + requests
             tracker.tokens_in = tracker.tokens_in * fade + sum(arrivals.input_tokens)
@@ -281,16 +305,13 @@ class Needs:
             tracker.tokens_out = tracker.tokens_out * fade + model.finished_output_tokens
             if tracker.finished >= t.FINISHED_MIN:
                 need.output_tokens = max(1.0, tracker.tokens_out / tracker.finished)
-        token_s = costs.step_request_s + costs.step_context_token_s * (need.input_tokens + need.output_tokens / 2)
-        need.token_s = token_s
+        context = context_mean_tokens(need.input_tokens, need.output_tokens)
+        need.token_s = token_s = costs.step_request_s + costs.step_context_token_s * context
         need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
-        life_s = min(max(2.0, need.output_tokens * t.TOKEN_S), 90.0)
-        need.life_s = life_s
+        need.life_s = life_s = min(max(2.0, need.output_tokens * t.TOKEN_S), 90.0)
         fade = math.exp(-gone_s / life_s)
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
-        tpot_s = model.record.sla.tpot_ms / 1000 * t.TPOT_USED
-        by_running = model.running * token_s / tpot_s
-        need.decode = max(tracker.decode, by_running)
+        need.decode = max(tracker.decode, model.running * token_s / (model.record.sla.tpot_ms / 1000 * t.TPOT_USED))
         tracker.load_most.span_s = max(self._keep_s, self._keep_lives * life_s * min(2, model.record.gpus))
         fade = math.exp(-gone_s / 10.0)
         need.rps = need.rps * fade + (1 - fade) * requests / gone_s
@@ -301,14 +322,13 @@ class Needs:
         busy = max(self._seated(model), self._soon(model, costs, need, tracker))
         need.seats = tracker.seats_most.add(now_s, t.SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
-        need.share_min = min(
-            t.SHARE_MIN_MOST, tracker.lengths.above(t.MISSED_FREE) / (t.TTFT_USED * model.record.sla.ttft_p95_ms / 1000)
-        )
-        waits = model.oldest_wait_s / (model.record.sla.ttft_p95_ms / 1000)
+        ttft_ms = model.record.sla.ttft_p95_ms
+        share_min = min(t.SHARE_MIN_MOST, tracker.lengths.above(t.MISSED_FREE) / (t.TTFT_USED * ttft_ms / 1000))
+        need.share_min = tracker.share_most.add(now_s, share_min)
+        waits = model.oldest_wait_s / (ttft_ms / 1000)
         cold = not any(replica.state is ReplicaState.READY for replica in model.replicas)
         tracker.correction.look(now_s, gone_s, model.finished, model.finished - model.within_slo, waits, cold=cold)
         need.share_floor = tracker.correction.share
-        need.share_min = tracker.share_most.add(now_s, need.share_min)
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
 

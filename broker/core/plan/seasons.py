@@ -38,6 +38,16 @@ class _Table:
         before, after = self._rates[(bin_number - 1) % bins], self._rates[(bin_number + 1) % bins]
         return 0.5 * own + 0.25 * (own if before < 0 else before) + 0.25 * (own if after < 0 else after)
 
+    def mean(self, first: int, last: int) -> float | None:
+        """Of the rates of some bins; None where one is unknown."""
+        total = 0.0
+        for number in range(first, last + 1):
+            rate = self.rate(number)
+            if rate is None:
+                return None
+            total += rate
+        return total / (last + 1 - first)
+
 
 class Seasons:
     """Rates by time of day, and from the second week on by time of week. Numbers of bins count from the Unix epoch."""
@@ -58,53 +68,35 @@ class Seasons:
         """A bin is over that was heard for most of its time."""
         self.bins += 1
         self._known.clear()
-        if self._day is None:
-            self._day = _Table(DAY_BINS, DAY_SHARE)
+        self._day = self._day or _Table(DAY_BINS, DAY_SHARE)
         before = self._day.own(bin_number)
         if before is not None:
-            if self._day_miss is None:
-                self._day_miss = _Table(DAY_BINS, DAY_SHARE)
+            self._day_miss = self._day_miss or _Table(DAY_BINS, DAY_SHARE)
             self._day_miss.learn(bin_number, abs(rate - before))
         self._day.learn(bin_number, rate)
-        if self._week is None and self.bins > DAY_BINS:
-            self._week = _Table(WEEK_BINS, WEEK_SHARE)
-        if self._week is not None:
+        if self.bins > DAY_BINS:
+            self._week = self._week or _Table(WEEK_BINS, WEEK_SHARE)
             self._week.learn(bin_number, rate)
-
-    def day_rate(self, first: int, last: int) -> float | None:
-        """The usual mean rate at this time of day, over bins ``first`` to ``last``; None where no earlier day was seen."""
-        return self._over(False, first, last)
 
     def change(self, now: int, then: int) -> tuple[float, float] | None:
         """By how much the rate usually changes between two bins, and by how much days differ there; None where fewer than
         two days were seen. Bins stand for themselves here: their neighbours' load would blur the moment."""
         if self._day is None or self._day_miss is None:
             return None
-        rates = (self._day.own(now), self._day.own(then))
-        misses = (self._day_miss.own(now), self._day_miss.own(then))
-        if rates[0] is None or rates[1] is None or misses[1] is None:
+        before, after, miss = self._day.own(now), self._day.own(then), self._day_miss.own(then)
+        if before is None or after is None or miss is None:
             return None
-        return rates[1] - rates[0], max(misses[0] or 0.0, misses[1])
+        return after - before, max(self._day_miss.own(now) or 0.0, miss)
 
-    def week_rate(self, first: int, last: int) -> float | None:
-        """The same at this time of the week; None where no earlier week was seen."""
-        return self._over(True, first, last)
-
-    def _over(self, week: bool, first: int, last: int) -> float | None:
+    def mean_rate(self, first: int, last: int, *, week: bool = False) -> float | None:
+        """The usual mean rate at this time of day, or of the week, over bins ``first`` to ``last``; None where no earlier
+        one was seen."""
         table = self._week if week else self._day
         if table is None:
             return None
         asked = (week, first, last)
-        if asked in self._known:
-            return self._known[asked]
-        if len(self._known) >= ZERO_RUN_MAX:
-            self._known.clear()
-        total: float | None = 0.0
-        for number in range(first, last + 1):
-            rate = table.rate(number)
-            if rate is None or total is None:
-                total = None
-                break
-            total += rate
-        answer = self._known[asked] = None if total is None else total / (last + 1 - first)
-        return answer
+        if asked not in self._known:
+            if len(self._known) >= ZERO_RUN_MAX:
+                self._known.clear()
+            self._known[asked] = table.mean(first, last)
+        return self._known[asked]

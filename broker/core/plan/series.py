@@ -9,9 +9,9 @@ aggregating experts, Cesa-Bianchi and Lugosi 2006; discounted because traffic ch
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from broker.core.plan import tunables as t
 from broker.core.plan.seasons import WEEK_BINS, Seasons
@@ -24,97 +24,43 @@ _PAST_BINS = 3600 // t.BIN_S
 """The longest running mean speaks of about the last hour."""
 
 
-class Ring:
-    """The last values in order, and the same ones sorted: an exact quantile is one look."""
-
-    __slots__ = ("_kept", "_latest", "_ordered", "total")
-
-    def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._latest: deque[float] = deque()
-        self._ordered: list[float] = []
-        self.total = 0.0
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
-    def add(self, value: float) -> None:
-        """One more; the oldest goes when it is full."""
-        if len(self._latest) == self._kept:
-            oldest = self._latest.popleft()
-            del self._ordered[bisect_left(self._ordered, oldest)]
-            self.total -= oldest
-        self._latest.append(value)
-        insort(self._ordered, value)
-        self.total += value
-        if self._ordered[-1] == 0.0:
-            self.total = 0.0  # What rounding left over.
-
-    def quantile(self, share: float) -> float:
-        """The smallest value that at least ``share`` of the values do not exceed; 0 when empty."""
-        if not self._ordered:
-            return 0.0
-        return self._ordered[max(0, math.ceil(share * len(self._ordered)) - 1)]
-
-    def mean(self) -> float:
-        """Their mean; 0 when empty."""
-        return max(0.0, self.total) / len(self._ordered) if self._ordered else 0.0
-
-
 @dataclass(slots=True)
 class _Judged:
     """How the simple forecasts do at one horizon."""
 
-    errors: list[float]
+    errors: list[float] = field(default_factory=lambda: [0.0] * (len(t.SERIES_MEANS_S) + 4))
     """Discounted mean square error of each."""
     mixed: float = 0.0
     """That of the mixture."""
     level: float = 0.0
     """What came, over the same judgements."""
     count: int = 0
-    pending: deque[tuple[int, float, list[float], float]] | None = None
+    pending: deque[tuple[int, float, list[float], float]] = field(default_factory=deque)
     """Due window, work until then, each simple forecast, the mixture."""
 
 
+@dataclass(slots=True, eq=False)
 class Series:
     """See the module. Windows are numbered from the clock's zero; ``bin_offset_s`` moves them to wall-clock time."""
 
-    __slots__ = (
-        "_bin",
-        "_bin_windows",
-        "_bin_work",
-        "_judged",
-        "_last",
-        "_means",
-        "_open_requests",
-        "_open_work",
-        "_requests",
-        "_total",
-        "_variance",
-        "last_load",
-        "seasons",
-        "window",
-        "windows",
-    )
-
-    def __init__(self, window: int) -> None:
-        self.window = window
-        """The open one."""
-        self.windows = 0
-        """Closed ones."""
-        self.last_load = window
-        self._open_work = 0.0
-        self._open_requests = 0
-        self._means = [0.0] * len(t.SERIES_MEANS_S)
-        self._last = 0.0
-        self._variance = 0.0
-        self._requests = 0.0
-        self._total = 0.0
-        self.seasons = Seasons()
-        self._bin: int | None = None
-        self._bin_work = 0.0
-        self._bin_windows = 0
-        self._judged = [_Judged([0.0] * _EXPERTS, pending=deque()) for _ in t.HORIZONS_S]
+    window: int
+    """The open one."""
+    windows: int = 0
+    """Closed ones."""
+    last_load: int = 0
+    """The window that had any last."""
+    seasons: Seasons = field(default_factory=Seasons)
+    _open_work: float = 0.0
+    _open_requests: int = 0
+    _means: list[float] = field(default_factory=lambda: [0.0] * len(t.SERIES_MEANS_S))
+    _last: float = 0.0
+    _variance: float = 0.0
+    _requests: float = 0.0
+    _total: float = 0.0
+    _bin: int | None = None
+    _bin_work: float = 0.0
+    _bin_windows: int = 0
+    _judged: list[_Judged] = field(default_factory=lambda: [_Judged() for _ in t.HORIZONS_S])
 
     # -------------------------------------------------------------------------------------------------------- observing
 
@@ -127,17 +73,11 @@ class Series:
 
     def settle(self, window: int, bin_offset_s: float) -> None:
         """Closes all windows before ``window``; those after the open one had no load."""
-        behind = window - self.window
-        if behind <= 0:
-            return
-        self._close(self._open_work, self._open_requests, bin_offset_s)
-        self._open_work, self._open_requests = 0.0, 0
-        behind -= 1
-        if behind > t.ZERO_RUN_MAX:
-            self._skip(behind, bin_offset_s)
-        else:
-            for _ in range(behind):
-                self._close(0.0, 0, bin_offset_s)
+        while self.window < window:
+            self._close(self._open_work, self._open_requests, bin_offset_s)
+            self._open_work, self._open_requests = 0.0, 0
+            if window - self.window > t.ZERO_RUN_MAX:
+                self._skip(window - self.window, bin_offset_s)
 
     def restart(self, window: int) -> None:
         """A gap: what was counted in the open window is not the whole, and nothing is known until ``window``."""
@@ -145,7 +85,6 @@ class Series:
         self._open_work, self._open_requests = 0.0, 0
         self._bin = None
         for judged in self._judged:
-            assert judged.pending is not None
             judged.pending.clear()
 
     def _close(self, work: float, requests: int, bin_offset_s: float) -> None:
@@ -176,21 +115,17 @@ class Series:
         self._variance *= (1.0 - _SHARES[3]) ** count
         self._requests *= (1.0 - _SHARES[1]) ** count
         for judged in self._judged:
-            assert judged.pending is not None
             judged.pending.clear()
-        first = int(self.window - count + bin_offset_s) // t.BIN_S
-        last = int(self.window + bin_offset_s) // t.BIN_S
-        if self._bin is not None and self._bin_windows > 0:
-            self._end_bin()
-        for number in range(max(first + 1, last - _BINS_MAX), last):
+        first, last = (int(window + bin_offset_s) // t.BIN_S for window in (self.window - count, self.window))
+        self._end_bin()
+        for number in range(max(first + 1, last - WEEK_BINS), last):
             self.seasons.learn(number, 0.0)
         self._bin = None
 
     def _count_season(self, work: float, bin_offset_s: float) -> None:
         number = int(self.window - WINDOW_S + bin_offset_s) // t.BIN_S
         if number != self._bin:
-            if self._bin is not None:
-                self._end_bin()
+            self._end_bin()
             self._bin, self._bin_work, self._bin_windows = number, 0.0, 0
         self._bin_work += work
         self._bin_windows += 1
@@ -201,19 +136,18 @@ class Series:
 
     # ------------------------------------------------------------------------------------------------------- forecasting
 
-    def mix(self, horizon_s: float, begin_s: float, end_s: float, bin_offset_s: float) -> tuple[float, float]:
-        """The expected mean rate between two moments ahead, and the error that it lately had at ``horizon_s``.
+    def mix(self, begin_s: float, end_s: float, bin_offset_s: float) -> tuple[float, float]:
+        """The expected mean rate between two moments ahead, and the error that it lately had at about the second.
 
         A rate lower than that at which the error was seen has a smaller one in proportion.
         """
-        judged = self._judged[_nearest(horizon_s)]
+        judged = self._judged[_nearest(end_s)]
         mean = self._mixed(judged, self._experts(begin_s, end_s, bin_offset_s))
         error = math.sqrt(judged.mixed)
         return mean, error * mean / judged.level if mean < judged.level else error
 
     def usual_change(self, ahead_s: float, bin_offset_s: float) -> tuple[float, float] | None:
-        """By how much the rate usually changes from now to ``ahead_s`` ahead at this time of day, and how sure that is: by
-        how much days differ. None where fewer than two days were seen."""
+        """As :meth:`Seasons.change`, from now to ``ahead_s`` ahead."""
         now_s = self.window + bin_offset_s
         return self.seasons.change(int(now_s) // t.BIN_S, int(now_s + ahead_s) // t.BIN_S)
 
@@ -238,16 +172,15 @@ class Series:
         base = means[4]
         now_s = self.window + bin_offset_s
         begin, end, now = int(now_s + begin_s) // t.BIN_S, int(now_s + end_s) // t.BIN_S, int(now_s) // t.BIN_S
-        seasons, past = self.seasons, now - _PAST_BINS
-        day, day_past = seasons.day_rate(begin, end), seasons.day_rate(past, now - 1)
-        week, week_past = seasons.week_rate(begin, end), seasons.week_rate(past, now - 1)
-        by_day = _scaled(base, day_past, day)
+        rate, past = self.seasons.mean_rate, now - _PAST_BINS
+        day, week = rate(begin, end), rate(begin, end, week=True)
+        by_day = _scaled(base, rate(past, now - 1), day)
         return [
             *means,
             trend,
             by_day,
             base if day is None else t.DAY_LEANING * day + (1.0 - t.DAY_LEANING) * base,
-            by_day if week is None else _scaled(base, week_past, week),
+            by_day if week is None else _scaled(base, rate(past, now - 1, week=True), week),
         ]
 
     @staticmethod
@@ -266,7 +199,6 @@ class Series:
     def _judge(self, place: int, bin_offset_s: float) -> None:
         judged = self._judged[place]
         pending = judged.pending
-        assert pending is not None
         horizon_s = t.HORIZONS_S[place]
         while pending and pending[0][0] <= self.window:
             due, total, experts, mixed = pending.popleft()
@@ -275,28 +207,23 @@ class Series:
             came = (self._total - total) / horizon_s
             judged.count += 1
             share = max(1.0 / t.JUDGEMENTS[place], 1.0 / judged.count)
-            errors = judged.errors
             for number, expert in enumerate(experts):
                 miss = expert - came
-                errors[number] += share * (miss * miss - errors[number])
+                judged.errors[number] += share * (miss * miss - judged.errors[number])
             judged.mixed += share * ((mixed - came) ** 2 - judged.mixed)
             judged.level += share * (came - judged.level)
         experts = self._experts(0.0, float(horizon_s), bin_offset_s)
         pending.append((self.window + horizon_s, self._total, experts, self._mixed(judged, experts)))
 
 
-_EXPERTS = len(t.SERIES_MEANS_S) + 4
 _UNJUDGED = t.SERIES_MEANS_S.index(60.0)
 """The mean of the last minute, while nothing is known of how the simple forecasts do."""
-_BINS_MAX = WEEK_BINS
 
 
 def _nearest(horizon_s: float) -> int:
     """The judged horizon nearest in ratio."""
-    for place in range(len(t.HORIZONS_S) - 1):
-        if horizon_s * horizon_s <= t.HORIZONS_S[place] * t.HORIZONS_S[place + 1]:
-            return place
-    return len(t.HORIZONS_S) - 1
+    bounds = (one * next for one, next in pairwise(t.HORIZONS_S))
+    return sum(horizon_s * horizon_s > bound for bound in bounds)
 
 
 def surge_share(horizon_s: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -49,22 +50,15 @@ class SpareChooser:
         """By site with room for a spare: whose models live there."""
         for site in range(len(problem.sites)):
             on = [problem.needs[layout.blocks[number].need] for number in layout.on(site)]
-            if not on or len(on) >= problem.sites[site].residents_max:
+            if not on or len(on) >= problem.sites[site].residents_max or any(need.tenant != on[0].tenant for need in on):
                 continue
-            if all(
-                need.co_locates
-                and max(need.share_min, need.share_floor) <= SPARE_BESIDE_SHARE_MAX
-                and need.tenant == on[0].tenant
-                for need in on
-            ):
+            if all(need.co_locates and max(need.share_min, need.share_floor) <= SPARE_BESIDE_SHARE_MAX for need in on):
                 self._tenant[site] = on[0].tenant
-        self._orders: dict[int, list[tuple[float, int]]] = {}
+        self._orders: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
         """Those sites by the number of their residents, each with what it has free, negative, in the order of preference."""
         for site in self._tenant:
-            self._orders.setdefault(self._residents[site], []).append((-self._free[site], site))
-        for order in self._orders.values():
-            order.sort()
-        self._beside: dict[int, list[Block]] = {}
+            insort(self._orders[self._residents[site]], (-self._free[site], site))
+        self._beside: defaultdict[int, list[Block]] = defaultdict(list)
         """By model: replicas that the plan does without."""
 
     def choose(self, kept: dict[ReplicaId, Block], yields: Container[ReplicaId], level: float, count_max: int) -> Spares:
@@ -77,7 +71,7 @@ class SpareChooser:
         self._beside.clear()
         for block in problem.placed:
             if block.replica is not None and block.replica not in kept and block.replica not in yields:
-                self._beside.setdefault(block.need, []).append(block)
+                self._beside[block.need].append(block)
         order = []
         for index, seen in enumerate(self._look.needs):
             need = problem.needs[index]
@@ -126,7 +120,7 @@ class SpareChooser:
         if site in self._tenant:
             order, entry = self._orders[self._residents[site]], (-self._free[site], site)
             del order[bisect_left(order, entry)]
-            insort(self._orders.setdefault(self._residents[site] + 1, []), (-self._free[site] + need.bytes_min, site))
+            insort(self._orders[self._residents[site] + 1], (-self._free[site] + need.bytes_min, site))
         self._free[site] -= need.bytes_min
         self._residents[site] += 1
         taken.add(site)

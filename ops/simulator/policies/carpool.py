@@ -11,12 +11,7 @@
 from __future__ import annotations
 
 from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
-from broker.core.plan.headroom import HeadroomSettings
 from ops.simulator.types import PolicyContext
-
-NO_HEADROOM = HeadroomSettings(
-    factors=(1.0,), levels=(0.0,), holds_s=(HeadroomSettings().first[3],), first=(HeadroomSettings().first[0], 1.0, 0.0, 8.0)
-)
 
 
 class _Named(Coordinator):
@@ -34,7 +29,7 @@ def carpool(context: PolicyContext) -> Coordinator:
 
 def without_forecast(context: PolicyContext) -> Coordinator:
     """Factory of ``carpool-no-forecast``."""
-    return _Named("carpool-no-forecast", CoordinatorSettings(headroom=NO_HEADROOM, spare_level=0.0, foresees=False))
+    return _Named("carpool-no-forecast", CoordinatorSettings(learns_headroom=False, spare_level=0.0, foresees=False))
 
 
 def without_coresidence(context: PolicyContext) -> Coordinator:
