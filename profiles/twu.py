@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from subjects.ids import DeploymentKey
 
 TWU_FREE = 0.4
 """Below it a device can take more models; to be calibrated per site (OPS-7)."""
 TWU_FULL = 0.85
 """Above it models or requests must leave the device; to be calibrated per site (OPS-7)."""
+TWU_LOWERS_HEAVIEST = 0.8
+HEAVIEST_FACTOR = 0.6
 WEIGHT_SMALL, WEIGHT_8B, WEIGHT_72B = 1.0, 2.3, 8.7
 """Base weights where nothing was measured."""
 
@@ -64,3 +68,15 @@ def default_weight(weights_bytes: int) -> float:
     if weights_bytes < 11_000_000_000:
         return WEIGHT_SMALL
     return WEIGHT_8B if weights_bytes < 48_000_000_000 else WEIGHT_72B
+
+
+def current_weights(base: Mapping[DeploymentKey, float], device_twu: float) -> dict[DeploymentKey, float]:
+    """Above a TWU of 0.8 the heaviest model's weight is multiplied by 0.6: lower priority, never refusal.
+
+    Of equally heavy models the one with the lowest hash is meant. A model alone has nobody to give way to.
+    """
+    weights = dict(base)
+    if device_twu > TWU_LOWERS_HEAVIEST and len(weights) > 1:
+        heaviest = min(weights, key=lambda deployment: (-weights[deployment], deployment))
+        weights[heaviest] *= HEAVIEST_FACTOR
+    return weights

@@ -12,10 +12,12 @@ from broker.core.plan import tunables as t
 from broker.core.plan.fairness import CLASS_VALUES, boosted, class_weights, densities, fairness_index
 from broker.core.plan.windows import InRow
 from ops.simulator.probe import Progress, TwuMeter
-from profiles.twu import TokenWork, allowed_s, default_weight, twu, twu_raw_s
+from profiles.twu import TokenWork, allowed_s, current_weights, default_weight, twu, twu_raw_s
+from subjects.ids import DeploymentKey
 from subjects.messages import SlaClass
 from workers.core.pulling import DEFAULT_WEIGHTS
 
+SMALL, MIDDLE, LARGE = DeploymentKey("1" * 64), DeploymentKey("2" * 64), DeploymentKey("3" * 64)
 GB = 1_000_000_000
 
 
@@ -69,7 +71,16 @@ def test_weights() -> None:
     assert [default_weight(round(size * GB)) for size in (7.6, 16, 29, 70, 144)] == [1.0, 2.3, 2.3, 8.7, 8.7]
 
 
-# -------------------------------------------------------------------------------------------------- -------------- fairness
+def test_above_a_twu_of_08_the_heaviest_counts_less() -> None:
+    """The heaviest model's weight is multiplied by 0.6, not at 0.8 but above it; a model alone gives way to nobody."""
+    base = {SMALL: 1.0, MIDDLE: 2.3, LARGE: 8.7}
+    assert current_weights(base, 0.8) == base
+    assert current_weights(base, 0.81) == {SMALL: 1.0, MIDDLE: 2.3, LARGE: pytest.approx(5.22)}
+    assert current_weights({LARGE: 8.7}, 0.9) == {LARGE: 8.7}
+    assert current_weights({MIDDLE: 2.0, SMALL: 2.0}, 0.9) == {MIDDLE: 2.0, SMALL: 1.2}
+
+
+# ----------------------------------------------------------------------------------------------------------------- fairness
 
 
 def test_fairness_index_as_given() -> None:
