@@ -29,14 +29,7 @@ from broker.core.pool.memory import Room as Room
 from broker.core.pool.memory import rooms_of
 from broker.core.pool.overrides import split_device
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId, base_name
-from subjects.messages import (
-    IngressTelemetry,
-    OverrideKind,
-    Overrides,
-    ReplicaReport,
-    ReplicaState,
-    WorkerSnapshot,
-)
+from subjects.messages import IngressTelemetry, OverrideKind, Overrides, ReplicaReport, ReplicaState, WorkerSnapshot
 
 
 class Pool:
@@ -500,11 +493,7 @@ class Pool:
             assert worker.snapshot is not None, "a device is known by its worker's report"
             reservations = (self.reservations[name] for name in self._reserved_at.get(worker.worker, ()))
             rooms = self._rooms[worker.worker] = rooms_of(
-                worker.snapshot,
-                self.replicas_of(worker.worker),
-                self._unlisted(reservations),
-                self.leaving,
-                self._resized,
+                worker.snapshot, self.replicas_of(worker.worker), self._unlisted(reservations), self.leaving, self._resized
             )
         return rooms[device.report.device]
 
