@@ -115,7 +115,7 @@ def explain_model(
 ) -> ModelExplained:
     """All about one model now."""
     pool, catalogue = core.pool, core.catalogue
-    demand = pool.demand(now_s).get(record.deployment, Demand())
+    demand = pool.inflow.demand(now_s).get(record.deployment, Demand())
     replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
     told = _told(core, record)
     shared = sharers(record, catalogue.by_name())
