@@ -257,10 +257,7 @@ def _operation(path: str, route: _Described) -> dict[str, Any]:
     if route.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     whose = "Anthropic" if route.error is MessagesErrorBody else "OpenAI"
-    failed = {
-        "description": f"{whose}'s error shape",
-        "content": {"application/json": _reference(route.error.__name__)},
-    }
+    failed = {"description": f"{whose}'s error shape", "content": {"application/json": _reference(route.error.__name__)}}
     responses: dict[str, Any] = {"200": {"description": "Success", "content": content}}
     if path == "/ready":
         responses["503"] = {"description": "Not now", "content": content}

@@ -128,7 +128,7 @@ class DigestBuilder:
         self._weights = {replica: w for replica, w in self._weights.items() if replica in self._pool.replicas}
         known, self._told = self._told, {}
         replicas = tuple([self._tell(replica, known) for replica in self._pool.replicas_in_order() if not replica.dead])
-        demand = self._pool.demand(now_s)
+        demand = self._pool.inflow.demand(now_s)
         models = tuple(
             PoolModel(
                 deployment=record.deployment,

@@ -191,7 +191,7 @@ class SchedulerCore:
                 self.outcomes.lead(True)
                 self._leads_since_s = now_s
                 self._listening = True
-                self.pool.take_flow()
+                self.pool.inflow.take_flow()
             case LeadershipLost():
                 self.epoch = None
                 self.outcomes.lead(False)
@@ -227,7 +227,7 @@ class SchedulerCore:
         return out
 
     def _ingress(self, now_s: float, event: IngressReported) -> bool:
-        if self.pool.is_news(event.telemetry):
+        if self.pool.inflow.is_news(event.telemetry):
             records = self.catalogue.records_by_deployment()
             self.fairness.take(event.telemetry.demand, records)
             self.costs.served(event.telemetry.demand, records)

@@ -144,13 +144,7 @@ class HttpApp:
                 watch.stop()
 
     async def _completion(
-        self,
-        endpoint: Endpoint,
-        caller: Caller,
-        headers: dict[str, str],
-        watch: _Watch,
-        send: Send,
-        other: OtherApi | None,
+        self, endpoint: Endpoint, caller: Caller, headers: dict[str, str], watch: _Watch, send: Send, other: OtherApi | None
     ) -> None:
         translation: Translation | None = None
         try:

@@ -67,14 +67,7 @@ from subjects.bus import Bus, BusMessage, KvEntry, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, place_of
 from subjects.ids import IngressId, RequestId, Tenant, incarnated
-from subjects.messages import (
-    Endpoint,
-    IngressTelemetry,
-    ModelRecord,
-    PoolDigest,
-    RequestProfile,
-    Usage,
-)
+from subjects.messages import Endpoint, IngressTelemetry, ModelRecord, PoolDigest, RequestProfile, Usage
 from subjects.tasks import Tasks
 
 TELEMETRY_EVERY_S = 0.1
@@ -481,11 +474,7 @@ class Gateway:
         # The name the client used, alias or not; for ``auto`` and a degradation, the model that answers (PAINS J12).
         own_name = view.is_called(body.model)
         head = AnswerHead.now(
-            request,
-            ask.endpoint,
-            body.model if own_name else view.name,
-            choices=profile.n,
-            include_usage=body.include_usage,
+            request, ask.endpoint, body.model if own_name else view.name, choices=profile.n, include_usage=body.include_usage
         )
         stream = body.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
         if stream is not profile.stream:
@@ -767,12 +756,7 @@ def _core_error(failed: CoreFailed) -> ApiError:
     if retry_after_s is None and failed.status in (429, 503):
         retry_after_s = 1
     return ApiError(
-        failed.status,
-        failed.message,
-        type=failed.type,
-        param=failed.param,
-        code=failed.code,
-        retry_after_s=retry_after_s,
+        failed.status, failed.message, type=failed.type, param=failed.param, code=failed.code, retry_after_s=retry_after_s
     )
 
 

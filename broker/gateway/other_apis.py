@@ -79,10 +79,7 @@ class OtherApi:
 
 OTHER_APIS: dict[str, OtherApi] = {
     "/v1/messages": OtherApi(
-        anthropic_answers.error_body,
-        translate=anthropic_bodies.translate,
-        key_header="x-api-key",
-        id_header=b"request-id",
+        anthropic_answers.error_body, translate=anthropic_bodies.translate, key_header="x-api-key", id_header=b"request-id"
     ),
     "/v1/messages/count_tokens": OtherApi(
         anthropic_answers.error_body, answer_here=anthropic_bodies.count_tokens, key_header="x-api-key"

@@ -87,13 +87,7 @@ class RequestShell:
     """Connects one :class:`RequestCore` to one bus."""
 
     def __init__(
-        self,
-        bus: Bus,
-        ingress: IngressId,
-        sink: RequestSink,
-        *,
-        queue_shards: int = 1,
-        prefixes: PrefixIndex | None = None,
+        self, bus: Bus, ingress: IngressId, sink: RequestSink, *, queue_shards: int = 1, prefixes: PrefixIndex | None = None
     ) -> None:
         """``prefixes`` is for the core to read."""
         self._bus = bus

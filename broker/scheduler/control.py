@@ -208,7 +208,7 @@ class Control:
 
     def _models(self) -> list[Row]:
         core, now_s = self._core, self._now_s()
-        demand = core.pool.demand(now_s)
+        demand = core.pool.inflow.demand(now_s)
         rows = []
         for record in core.catalogue.by_name():
             replicas = [r for r in core.pool.replicas_for(record.deployment) if not r.dead]
@@ -310,7 +310,7 @@ class Control:
                 "oldest_wait_s": round(demand.oldest_wait_s, 3),
                 "estimated_wait_s": round(self._told(record).estimated_wait_s, 1),
             }
-            for deployment, demand in sorted(core.pool.demand(now_s).items())
+            for deployment, demand in sorted(core.pool.inflow.demand(now_s).items())
             if (record := core.catalogue.of_deployment(deployment)) is not None
         ]
 

@@ -115,7 +115,7 @@ def explain_model(
 ) -> ModelExplained:
     """All about one model now."""
     pool, catalogue = core.pool, core.catalogue
-    demand = pool.demand(now_s).get(record.deployment, Demand())
+    demand = pool.inflow.demand(now_s).get(record.deployment, Demand())
     replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
     told = _told(core, record)
     shared = sharers(record, catalogue.by_name())
@@ -324,14 +324,10 @@ def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[st
 def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s: float) -> TransactionExplained:
     """A transaction with its steps and their times."""
     began = one.began
-    ended_unix_s = one.ended_unix_s
-    if ended_unix_s is not None:
-        outcome = f"failed: {one.failure}" if one.failure else "done"
+    if one.ended is not None:
+        outcome = f"failed: {one.ended.failure}" if one.ended.failure else "done"
     else:
-        running = next(
-            (t for t in core.transactions.running.values() if one.name == t.name),
-            None,
-        )
+        running = next((t for t in core.transactions.running.values() if one.name == t.name), None)
         outcome = stage_text(running, now_s) if running is not None else "its leader is gone; what it left is looked into"
     if began.record is not None:
         model = began.record.name
@@ -344,21 +340,21 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
         where=f"{began.worker}/{'+'.join(began.devices)}" if began.devices else began.worker,
         reason=began.reason,
         begun_unix_s=began.at_unix_s,
-        took_s=round(ended_unix_s - began.at_unix_s, 3) if ended_unix_s is not None else None,
+        took_s=round(one.ended.at_unix_s - began.at_unix_s, 3) if one.ended is not None else None,
         outcome=outcome,
-        steps=tuple(_step(step, began.at_unix_s, over=ended_unix_s is not None) for step in one.steps.values()),
+        steps=tuple(_step(step, began.at_unix_s, over=one.ended is not None) for step in one.steps.values()),
     )
 
 
 def _step(step: Step, begun_unix_s: float, *, over: bool) -> StepExplained:
     unknown = "no end was told" if over else "under way"
-    outcome = unknown if step.failure is None else step.failure or step.detail or "done"
+    sent, ended = step.sent, step.ended
     return StepExplained(
-        operation=step.operation,
-        what=command_text(step.command),
-        sent_s=round(step.sent_unix_s - begun_unix_s, 3),
-        took_s=round(step.ended_unix_s - step.sent_unix_s, 3) if step.ended_unix_s is not None else None,
-        outcome=outcome,
+        operation=sent.operation,
+        what=command_text(sent.command),
+        sent_s=round(sent.at_unix_s - begun_unix_s, 3),
+        took_s=round(ended.at_unix_s - sent.at_unix_s, 3) if ended is not None else None,
+        outcome=unknown if ended is None else ended.failure or ended.detail or "done",
     )
 
 

@@ -298,7 +298,7 @@ def test_an_older_journal_goes_on() -> None:
         Course.GO_ON,
         ((ReplicaId("old-1-1-aaaaaaaaaa"), old.deployment),),
     )
-    command = next(iter(resumption.recorded.steps.values())).command
+    command = next(iter(resumption.recorded.steps.values())).sent.command
     assert isinstance(command, LoadModel) and command.record.deployment == one.deployment
     changed = catalogue(msgspec.structs.replace(one, model_hash=ModelHash("9" * 64)), old)
     left = kept_in_journal(began, changed)

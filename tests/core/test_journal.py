@@ -215,7 +215,7 @@ def test_a_log_gives_back_what_it_was_told() -> None:
     assert found is not None and found is log.find("1-2") and log.find("op-9-9") is None
     log.add(TransactionEnded(transaction="1-2", at_unix_s=13.0, failure="late"))
     log.add(TransactionEnded(transaction="1-2", at_unix_s=14.0))
-    assert log.unfinished() == () and (found.ended_unix_s, found.failure) == (13.0, "late")
+    assert log.unfinished() == () and found.ended == TransactionEnded(transaction="1-2", at_unix_s=13.0, failure="late")
     assert found.entries() == [*entries, TransactionEnded(transaction="1-2", at_unix_s=13.0, failure="late")]
 
 

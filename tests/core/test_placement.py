@@ -866,9 +866,9 @@ def test_a_silent_gateways_demand_is_forgotten() -> None:
     bench = settled(A)
     bench.demand(a=0.2)
     bench.tick(1.8, gateway=False)
-    assert bench.core.pool.demand(bench.now_s)
+    assert bench.core.pool.inflow.demand(bench.now_s)
     bench.tick(0.4, gateway=False)
-    assert bench.core.pool.demand(bench.now_s) == {}
+    assert bench.core.pool.inflow.demand(bench.now_s) == {}
 
 
 def test_demand_is_summed_over_gateways_and_ages() -> None:
@@ -887,7 +887,7 @@ def test_demand_is_summed_over_gateways_and_ages() -> None:
     for sequence, rows in ((5, (row, row)), (4, ())):
         telemetry = IngressTelemetry(ingress=IngressId("gw-2"), sequence=sequence, demand=rows)
         bench.step(IngressReported(telemetry))
-    demand = bench.core.pool.demand(bench.now_s + 2.0)[A.deployment]
+    demand = bench.core.pool.inflow.demand(bench.now_s + 2.0)[A.deployment]
     assert (demand.waiting, demand.running, demand.oldest_wait_s) == (9, 4, 5.0)
     bench.tick(1.0)
     (model,) = bench.digest.models

@@ -180,7 +180,9 @@ async def test_demand_loads_a_model_and_everybody_hears_of_it(nats_server: NatsS
         ]
         assert abs(timeline[0]["at_unix_s"] - time.time()) < 60
         rig.waiting = {"b": 2}
-        await until(lambda: any(d.waiting == 2 for d in scheduler.core.pool.demand(time.monotonic()).values()), "demand")
+        await until(
+            lambda: any(d.waiting == 2 for d in scheduler.core.pool.inflow.demand(time.monotonic()).values()), "demand"
+        )
         (queue,) = await rig.control("get", {"what": "queues"})
         assert (queue["model"], queue["waiting"]) == ("b", 2)
         assert (await rig.bus.kv_get(names.POOL_BUCKET, "digest")) is not None

@@ -34,7 +34,7 @@ class Feasibility:
 
     def look(self, now_s: float) -> dict[DeploymentKey, Demand]:
         """Takes the demand of this moment; what follows refers to it."""
-        self._demand = self._pool.demand(now_s)
+        self._demand = self._pool.inflow.demand(now_s)
         self._held.clear()
         return self._demand
 

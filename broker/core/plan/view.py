@@ -48,7 +48,7 @@ class ViewBuilder:
 
     def build(self, now_s: float) -> PoolView:
         """The pool now, with demand as of the last look, and the flow since the last view."""
-        flows = self._pool.take_flow()
+        flows = self._pool.inflow.take_flow()
         coming: dict[DeploymentKey, list[Reservation]] = {}
         for held in self._pool.unlisted_reservations():
             coming.setdefault(held.deployment, []).append(held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from broker.core.pool.members import Demand, Flow
 from subjects.ids import DeploymentKey, IngressId
@@ -76,15 +76,10 @@ class Inflow:
             for model, demand in seen.demand.items():
                 known = total.get(model)
                 if demand.waiting:
-                    demand = _aged(demand, age_s)
+                    demand = replace(demand, oldest_wait_s=demand.oldest_wait_s + age_s)
                 total[model] = demand if known is None else _sum(known, demand)
         self._known = (now_s, total)
         return total
-
-
-def _aged(demand: Demand, age_s: float) -> Demand:
-    oldest_s = demand.oldest_wait_s + age_s
-    return Demand(demand.waiting, demand.running, oldest_s, demand.queues, demand.waiting_input_tokens)
 
 
 def _sum(one: Demand, other: Demand) -> Demand:

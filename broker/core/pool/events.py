@@ -22,10 +22,6 @@ from subjects.messages import (
     WorkerEvent,
     WorkerSnapshot,
 )
-from subjects.messages import StepEnded as StepEnded
-from subjects.messages import StepSent as StepSent
-from subjects.messages import TransactionBegan as TransactionBegan
-from subjects.messages import TransactionEnded as TransactionEnded
 
 
 @dataclass(frozen=True, slots=True)

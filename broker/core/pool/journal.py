@@ -14,7 +14,7 @@ from enum import Enum
 from broker.core.pool.catalogue import Catalogue
 from broker.core.pool.older import kept_in_journal
 from broker.core.pool.state import COMING, Pool, Replica
-from subjects.ids import DeploymentKey, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, OperationId, ReplicaId
 from subjects.messages import (
     JournalEntry,
     LoadModel,
@@ -23,7 +23,6 @@ from subjects.messages import (
     StepSent,
     TransactionBegan,
     TransactionEnded,
-    WorkerCommand,
 )
 
 TRANSACTIONS_MAX = 500
@@ -34,26 +33,24 @@ STEPS_MAX = 64
 
 @dataclass(slots=True)
 class Step:
-    """One command of a transaction. ``failure`` is None until its end is known, and empty when it did what it should."""
+    """One command of a transaction."""
 
-    operation: OperationId
-    worker: WorkerId
-    command: WorkerCommand
-    sent_unix_s: float
-    ended_unix_s: float | None = None
-    failure: str | None = None
-    detail: str = ""
-    """What was done."""
+    sent: StepSent
+    ended: StepEnded | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """None until its end is known, and empty when it did what it should."""
+        return self.ended.failure if self.ended is not None else None
 
 
 @dataclass(slots=True)
 class Recorded:
-    """A transaction as its entries tell it. ``failure`` is None while it is unfinished, and empty when it committed."""
+    """A transaction as its entries tell it; one without an end is unfinished."""
 
     began: TransactionBegan
     steps: dict[OperationId, Step] = field(default_factory=dict)
-    ended_unix_s: float | None = None
-    failure: str | None = None
+    ended: TransactionEnded | None = None
 
     @property
     def name(self) -> str:
@@ -62,30 +59,8 @@ class Recorded:
 
     def entries(self) -> list[JournalEntry]:
         """The entries that tell of it, in order."""
-        told: list[JournalEntry] = [self.began]
-        for step in self.steps.values():
-            told.append(
-                StepSent(
-                    transaction=self.name,
-                    operation=step.operation,
-                    worker=step.worker,
-                    at_unix_s=step.sent_unix_s,
-                    command=step.command,
-                )
-            )
-            if step.ended_unix_s is not None:
-                told.append(
-                    StepEnded(
-                        transaction=self.name,
-                        operation=step.operation,
-                        at_unix_s=step.ended_unix_s,
-                        failure=step.failure or "",
-                        detail=step.detail,
-                    )
-                )
-        if self.ended_unix_s is not None:
-            told.append(TransactionEnded(transaction=self.name, at_unix_s=self.ended_unix_s, failure=self.failure or ""))
-        return told
+        steps = (entry for step in self.steps.values() for entry in (step.sent, step.ended))
+        return [entry for entry in (self.began, *steps, self.ended) if entry is not None]
 
 
 class TransactionLog:
@@ -107,20 +82,18 @@ class TransactionLog:
         match entry:
             case StepSent():
                 if len(known.steps) < STEPS_MAX:
-                    step = Step(entry.operation, entry.worker, entry.command, entry.at_unix_s)
-                    known.steps.setdefault(entry.operation, step)
+                    known.steps.setdefault(entry.operation, Step(entry))
             case StepEnded():
-                ended = known.steps.get(entry.operation)
-                if ended is not None and ended.ended_unix_s is None:
-                    ended.ended_unix_s, ended.failure, ended.detail = entry.at_unix_s, entry.failure, entry.detail
+                step = known.steps.get(entry.operation)
+                if step is not None and step.ended is None:
+                    step.ended = entry
             case TransactionEnded():
-                if known.ended_unix_s is None:
-                    known.ended_unix_s, known.failure = entry.at_unix_s, entry.failure
+                known.ended = known.ended or entry
 
     def _forget(self) -> None:
         spare = len(self._known) - self._transactions_max
         if spare > 0:
-            for name in [name for name, known in self._known.items() if known.ended_unix_s is not None][:spare]:
+            for name in [name for name, known in self._known.items() if known.ended is not None][:spare]:
                 del self._known[name]
         while len(self._known) > 2 * self._transactions_max:
             del self._known[next(iter(self._known))]
@@ -148,7 +121,7 @@ class TransactionLog:
 
     def unfinished(self) -> tuple[JournalEntry, ...]:
         """The entries of all transactions without an end, oldest transaction first: what ``JournalRestored`` carries."""
-        return tuple(entry for one in self._known.values() if one.ended_unix_s is None for entry in one.entries())
+        return tuple(entry for one in self._known.values() if one.ended is None for entry in one.entries())
 
 
 # --------------------------------------------------------------------------------------------------------------- resuming
@@ -191,7 +164,7 @@ def resume(entries: Iterable[JournalEntry], pool: Pool, catalogue: Catalogue) ->
     log = TransactionLog()
     for entry in entries:
         log.add(kept_in_journal(entry, catalogue))
-    return [_resumption(one, pool, catalogue) for one in log.transactions() if one.ended_unix_s is None]
+    return [_resumption(one, pool, catalogue) for one in log.transactions() if one.ended is None]
 
 
 def _resumption(one: Recorded, pool: Pool, catalogue: Catalogue) -> Resumption:
@@ -248,7 +221,7 @@ def _of_placement(
             return Course.GO_ON, "its newcomer loads"
     if newcomer is not None:
         return Course.MAKE_GOOD, newcomer.report.failure or f"its newcomer is {newcomer.report.state.value}"
-    load = next((step for step in reversed(one.steps.values()) if isinstance(step.command, LoadModel)), None)
+    load = next((step for step in reversed(one.steps.values()) if isinstance(step.sent.command, LoadModel)), None)
     if load is not None and load.failure:
         return Course.MAKE_GOOD, load.failure
     if load is not None and load.failure == "":

@@ -29,14 +29,7 @@ from broker.core.pool.memory import Room as Room
 from broker.core.pool.memory import rooms_of
 from broker.core.pool.overrides import split_device
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId, base_name
-from subjects.messages import (
-    IngressTelemetry,
-    OverrideKind,
-    Overrides,
-    ReplicaReport,
-    ReplicaState,
-    WorkerSnapshot,
-)
+from subjects.messages import IngressTelemetry, OverrideKind, Overrides, ReplicaReport, ReplicaState, WorkerSnapshot
 
 
 class Pool:
@@ -44,9 +37,10 @@ class Pool:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
-        self._heard_s = 0.0
+        self.heard_s = 0.0
+        """A clock that runs only while our own bus works and we run: the one by which silence is judged."""
         self._round_trip_s: float | None = None
-        self._inflow = Inflow()
+        self.inflow = Inflow()
         self.kv = KvTiers()
         self._ended: dict[ReplicaId, None] = {}
         self._closed: dict[tuple[str, DeviceId | None], float | None] = {}
@@ -83,17 +77,12 @@ class Pool:
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
-    @property
-    def heard_s(self) -> float:
-        """A clock that runs only while our own bus works and we run: the one by which silence is judged."""
-        return self._heard_s
-
     def round_trip(self, now_s: float) -> None:
         """Our own bus works: the time since the last proof counts as heard."""
         if self._round_trip_s is not None:
             gap_s = now_s - self._round_trip_s
             if gap_s <= self._settings.round_trip_gap_s_max:
-                self._heard_s += gap_s
+                self.heard_s += gap_s
         self._round_trip_s = now_s
 
     def beat(self, worker: WorkerId, epoch_seen: int) -> bool:
@@ -101,9 +90,9 @@ class Pool:
         self.epoch_seen_max = max(self.epoch_seen_max, epoch_seen)
         known = self.workers.get(worker)
         if known is None:
-            self.workers[worker] = Worker(worker, self._heard_s, closed=(base_name(worker), None) in self._closed)
+            self.workers[worker] = Worker(worker, self.heard_s, closed=(base_name(worker), None) in self._closed)
             return True
-        known.last_heard = self._heard_s
+        known.last_heard = self.heard_s
         if known.presence is Presence.LIVE:
             return False
         self._verdict(known, Presence.LIVE)
@@ -365,7 +354,7 @@ class Pool:
         """Gives verdicts on silence and returns the workers that have just been declared dead."""
         settings = self._settings
         present = [worker for worker in self.workers.values() if worker.presence is not Presence.DEAD]
-        silences = {worker.worker: self._heard_s - worker.last_heard for worker in present}
+        silences = {worker.worker: self.heard_s - worker.last_heard for worker in present}
         # Agents that fall silent together do not fall silent in the same millisecond: half the bound counts as together.
         together = sum(silence_s >= settings.dead_s / 2 for silence_s in silences.values())
         self.mass_silence = together >= settings.mass_silence_workers_min and together > settings.mass_silence_share * len(
@@ -395,26 +384,14 @@ class Pool:
             over = held.until_s is not None and now_s >= held.until_s
             if over or held.worker not in self.workers or self.workers[held.worker].presence is Presence.DEAD:
                 self.release(name)
-        self._inflow.judge(self._heard_s - settings.ingress_silent_s)
+        self.inflow.judge(self.heard_s - settings.ingress_silent_s)
         return tuple(died)
 
     def ingress(self, now_s: float, telemetry: IngressTelemetry) -> list[DeploymentKey]:
         """Takes a gateway's whole demand; returns the models that start to wait there."""
-        return self._inflow.take(now_s, self._heard_s, telemetry)
-
-    def is_news(self, telemetry: IngressTelemetry) -> bool:
-        """Whether a gateway's telemetry has not been counted yet."""
-        return self._inflow.is_news(telemetry)
-
-    def take_flow(self) -> dict[DeploymentKey, Flow]:
-        """What arrived and ended since the last call, each telemetry counted once."""
-        return self._inflow.take_flow()
+        return self.inflow.take(now_s, self.heard_s, telemetry)
 
     # -------------------------------------------------------------------------------------------------------- asking
-
-    def demand(self, now_s: float) -> dict[DeploymentKey, Demand]:
-        """Demand by model over all gateways. A wait has grown since it was reported."""
-        return self._inflow.demand(now_s)
 
     def replicas_in_order(self) -> list[Replica]:
         """All that is listed, in order of id."""
@@ -500,11 +477,7 @@ class Pool:
             assert worker.snapshot is not None, "a device is known by its worker's report"
             reservations = (self.reservations[name] for name in self._reserved_at.get(worker.worker, ()))
             rooms = self._rooms[worker.worker] = rooms_of(
-                worker.snapshot,
-                self.replicas_of(worker.worker),
-                self._unlisted(reservations),
-                self.leaving,
-                self._resized,
+                worker.snapshot, self.replicas_of(worker.worker), self._unlisted(reservations), self.leaving, self._resized
             )
         return rooms[device.report.device]
 

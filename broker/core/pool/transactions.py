@@ -89,14 +89,7 @@ class Transactions:
 
     # ----------------------------------------------------------------------------------------------------- beginning
 
-    def place(
-        self,
-        now_s: float,
-        placement: Placement,
-        record: ModelRecord,
-        *,
-        out: list[SchedulerCommand],
-    ) -> Transaction:
+    def place(self, now_s: float, placement: Placement, record: ModelRecord, *, out: list[SchedulerCommand]) -> Transaction:
         """Reserves the room on all devices, and begins to drain the victims."""
         transaction = self._begin(now_s, Kind.PLACE, placement.worker, placement.devices, placement.reason)
         transaction.record = record
@@ -173,12 +166,7 @@ class Transactions:
         return transaction
 
     def _send_kv(
-        self,
-        now_s: float,
-        transaction: Transaction,
-        order: KvOrder,
-        sent: OperationId | None,
-        out: list[SchedulerCommand],
+        self, now_s: float, transaction: Transaction, order: KvOrder, sent: OperationId | None, out: list[SchedulerCommand]
     ) -> None:
         transaction.move(now_s, Stage.WAITING)
         transaction.move(now_s, Stage.CHANGING)
@@ -232,11 +220,7 @@ class Transactions:
             if newcomer is None:
                 self._pool.reserve(
                     Reservation(
-                        began.worker,
-                        began.devices,
-                        began.replica_name,
-                        began.record.deployment,
-                        began.record.budget_bytes,
+                        began.worker, began.devices, began.replica_name, began.record.deployment, began.record.budget_bytes
                     )
                 )
         forced = began.forced and began.record is None

@@ -16,50 +16,9 @@ from collections import OrderedDict
 from math import ceil, inf
 from typing import assert_never
 
+from broker.core.requests import events as ev
 from broker.core.requests.agenda import Agenda
 from broker.core.requests.demand import DemandLedger, within_slo
-from broker.core.requests.events import (
-    HELD_EVERY_S,
-    HELD_LINGER_S,
-    HELD_UNANSWERED_MAX,
-    LOSSES_MAX,
-    PARK_S,
-    PUBLISH_RETRY_S,
-    RECENT_ENDS_MAX,
-    RECENT_ENDS_S,
-    RECONNECT_GRACE_S,
-    ROUND_TRIP_FRESH_S,
-    AnswerClaim,
-    BusReconnected,
-    BusRoundTripMade,
-    Cancelled,
-    ClaimReceived,
-    ClientLeft,
-    DeleteTicket,
-    Deliver,
-    EndRequest,
-    EnsureQueue,
-    Failed,
-    Finished,
-    FramesReceived,
-    HandLost,
-    HandOver,
-    NotStoredReason,
-    Outcome,
-    PoolChanged,
-    PublishTicket,
-    QueueChecked,
-    RecordGrant,
-    RecordRestart,
-    RequestCommand,
-    RequestEvent,
-    RequestSubmitted,
-    SendBack,
-    ShutdownStarted,
-    Ticked,
-    TicketNotStored,
-    TicketStored,
-)
 from broker.core.requests.links import Link, Links
 from broker.core.requests.live import QUEUED, TRANSITIONS, LiveRequest, State, Taken
 from kvcache.core.prefix_index import PrefixIndex
@@ -88,9 +47,9 @@ from subjects.messages import (
 DEAD_MAX = 4096
 """So many dead incarnations are remembered; the pool's digest goes on naming the recent ones."""
 RETRY_AFTER_S = 5
+"""What a refused client is told when the pool has no estimate."""
 STRESS_EVERY_S = 1.0
 """Cadence of TWU's sum: each time all running requests are looked at."""
-"""What a refused client is told when the pool has no estimate."""
 
 
 class RequestCore:
@@ -157,62 +116,62 @@ class RequestCore:
 
     # ----------------------------------------------------------------------------------------------------------- step
 
-    def step(self, now_s: float, event: RequestEvent) -> list[RequestCommand]:
+    def step(self, now_s: float, event: ev.RequestEvent) -> list[ev.RequestCommand]:
         """Takes one event; returns what to do, in order. What is due is done first, so no handler meets a late request."""
-        out: list[RequestCommand] = []
+        out: list[ev.RequestCommand] = []
         self._do_what_is_due(now_s, out)
         match event:
-            case RequestSubmitted():
+            case ev.RequestSubmitted():
                 self._submit(now_s, event, out)
-            case FramesReceived():
+            case ev.FramesReceived():
                 self._take_frames(now_s, event.frames, out)
-            case TicketStored():
+            case ev.TicketStored():
                 self._ticket_stored(now_s, event, out)
-            case TicketNotStored():
+            case ev.TicketNotStored():
                 self._ticket_not_stored(now_s, event, out)
-            case HandLost():
+            case ev.HandLost():
                 live = self._live.get(event.request)
                 if live is not None and live.state is State.RUNNING and live.attempt == event.attempt:
                     self._not_handed(now_s, live, "its replica is out of reach", out)
-            case ClaimReceived():
+            case ev.ClaimReceived():
                 out.extend(self._judge_claim(now_s, event))
-            case ClientLeft():
+            case ev.ClientLeft():
                 if (live := self._live.get(event.request)) is not None:
-                    self._end(now_s, live, Cancelled(), out)
-            case PoolChanged():
+                    self._end(now_s, live, ev.Cancelled(), out)
+            case ev.PoolChanged():
                 self._pool_changed(now_s, event.digest, out)
-            case BusReconnected():
-                self._silence_counts_from_s = now_s + RECONNECT_GRACE_S
+            case ev.BusReconnected():
+                self._silence_counts_from_s = now_s + ev.RECONNECT_GRACE_S
                 for live in list(self._live.values()):
                     if live.state is not State.RUNNING:
                         self._publish(now_s, live, out)
-            case QueueChecked():
+            case ev.QueueChecked():
                 for request in list(self._stored.get(event.model, ())):
                     live = self._live[request]
                     if live.stored is not None and live.stored.created != event.created:
                         self._publish(now_s, live, out)
-            case BusRoundTripMade():
+            case ev.BusRoundTripMade():
                 self._round_trip_s = now_s
-            case ShutdownStarted():
+            case ev.ShutdownStarted():
                 self._shutdown_s = event.deadline_s
-            case Ticked():
+            case ev.Ticked():
                 pass
             case _:
                 assert_never(event)
         return out
 
-    def _do_what_is_due(self, now_s: float, out: list[RequestCommand]) -> None:
+    def _do_what_is_due(self, now_s: float, out: list[ev.RequestCommand]) -> None:
         while (request := self._agenda.pop_due(now_s)) is not None:
             live = self._live[request]
             if now_s >= live.deadline_s:
-                gone = Failed(504, "the request's deadline has passed", type="timeout_error", code="deadline_exceeded")
+                gone = ev.Failed(504, "the request's deadline has passed", type="timeout_error", code="deadline_exceeded")
                 self._end(now_s, live, gone, out)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
                 self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
             elif live.state is State.PARKED and self._links.holds_out_for(live) is not None:
                 self._holds_out_no_more(now_s, live, out)
             elif live.state is State.PARKED and not self._links.waits_in_vain(now_s, live):
-                live.retry_s = now_s + PARK_S
+                live.retry_s = now_s + ev.PARK_S
                 self._agenda.set(request, live.due_s())
             elif live.state is State.PARKED:
                 self._publish(now_s, live, out)
@@ -224,14 +183,14 @@ class RequestCore:
             self._send_held(now_s, out)
         if now_s >= self._shutdown_s:
             for live in list(self._live.values()):
-                over = Failed(503, "the gateway is shutting down", code="shutting_down", retry_after_s=1)
+                over = ev.Failed(503, "the gateway is shutting down", code="shutting_down", retry_after_s=1)
                 self._end(now_s, live, over, out)
         while self._recent and next(iter(self._recent.values()))[0] <= now_s:
             self._recent.popitem(last=False)
 
     # ----------------------------------------------------------------------------------------------- before the grant
 
-    def _submit(self, now_s: float, event: RequestSubmitted, out: list[RequestCommand]) -> None:
+    def _submit(self, now_s: float, event: ev.RequestSubmitted, out: list[ev.RequestCommand]) -> None:
         assert event.request not in self._live, "request ids are never reused"
         live = LiveRequest(
             request=event.request,
@@ -263,10 +222,10 @@ class RequestCore:
         elif not self._links.may_park(now_s, live):
             self._publish(now_s, live, out)
         else:
-            live.retry_s = now_s + PARK_S
+            live.retry_s = now_s + ev.PARK_S
             self._move(now_s, live, State.PARKED)
 
-    def _hand_over(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> bool:
+    def _hand_over(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> bool:
         """Gives a request to the replica with the most room, or to the one with its prefix, if there is one. Or has it wait
         for that one, until ``live.retry_s``."""
         choice = self._links.pick(now_s, live)
@@ -282,50 +241,50 @@ class RequestCore:
         number = self._links.book(replica, live)
         self._hold(now_s, live, replica)
         hand = Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
-        granted = RecordGrant(live.request, live.attempt, replica, waited_s, choice.tokens, choice.why)
-        out += (HandOver(replica, hand), granted)
+        granted = ev.RecordGrant(live.request, live.attempt, replica, waited_s, choice.tokens, choice.why)
+        out += (ev.HandOver(replica, hand), granted)
         return True
 
-    def _holds_out_no_more(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+    def _holds_out_no_more(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
         """The replica with its prefix has had no room in time: whoever has some gets it now, else it waits like others."""
         self._links.holds_out(live, None)
         live.may_hold_out = False
         if self._hand_over(now_s, live, out):
             return
         if self._links.may_park(now_s, live) and not self._links.waits_in_vain(now_s, live):
-            live.retry_s = now_s + PARK_S
+            live.retry_s = now_s + ev.PARK_S
             self._agenda.set(live.request, live.due_s())
         else:
             self._publish(now_s, live, out)
 
-    def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand]) -> None:
+    def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[ev.RequestCommand]) -> None:
         """It was handed over and never begun: no loss, and what it is told to next is the queue."""
         if live.holder is not None and (link := self._links.links.get(live.holder)) is not None:
             link.room = None
         if not live.sent_in_attempt:
             self._restart(now_s, live, why, out, handed=True)
 
-    def _publish(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+    def _publish(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
         """Under a new publication number, since the work-queue swallows a message id that it has seen."""
         live.publication += 1
         self._send_ticket(now_s, live, out)
 
-    def _send_ticket(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+    def _send_ticket(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
         live.publication = max(1, live.publication)
         live.retry_s = inf
         self._move(now_s, live, State.PUBLISHING)
         message_id = f"{live.request}.{live.attempt}.{live.publication}"
         ttl_s = max(1, ceil(min(live.wait_until_s, live.deadline_s) - now_s))
-        out.append(PublishTicket(self._ticket(live), message_id, ttl_s))
+        out.append(ev.PublishTicket(self._ticket(live), message_id, ttl_s))
 
-    def _yield(self, now_s: float, live: LiveRequest, out: list[RequestCommand]) -> None:
+    def _yield(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
         """Those who can still meet their target go first. A replica that pulled the old ticket may claim it all the same."""
         assert live.stored is not None
         self._demand.stopped_waiting(live.queued_as, live.request)
         live.yields()
         self._demand.waits(live.queued_as, live.request, live.waits_since_s)
         if live.has_yielded:
-            out.append(DeleteTicket(live.stored))
+            out.append(ev.DeleteTicket(live.stored))
             self._publish(now_s, live, out)
         else:
             self._agenda.set(live.request, live.due_s())
@@ -339,44 +298,44 @@ class RequestCore:
             profile=live.queued_as,
         )
 
-    def _ticket_stored(self, now_s: float, event: TicketStored, out: list[RequestCommand]) -> None:
+    def _ticket_stored(self, now_s: float, event: ev.TicketStored, out: list[ev.RequestCommand]) -> None:
         live = self._live.get(event.request)
         if live is None or (live.attempt, live.publication) != (event.attempt, event.publication):
-            out.append(DeleteTicket(event.stored))  # It ended, or was published again, while this copy was on its way.
+            out.append(ev.DeleteTicket(event.stored))  # It ended, or was published again, while this copy was on its way.
         elif live.state is State.PUBLISHING:
             live.stored = event.stored
             self._move(now_s, live, State.STORED)
 
-    def _ticket_not_stored(self, now_s: float, event: TicketNotStored, out: list[RequestCommand]) -> None:
+    def _ticket_not_stored(self, now_s: float, event: ev.TicketNotStored, out: list[ev.RequestCommand]) -> None:
         live = self._live.get(event.request)
         if live is None or live.state is not State.PUBLISHING:
             return
         if (live.attempt, live.publication) != (event.attempt, event.publication):
             return
         match event.reason:
-            case NotStoredReason.QUEUE_FULL:
+            case ev.NotStoredReason.QUEUE_FULL:
                 self._end(now_s, live, self._no_capacity(live, "the queue of this model is full"), out)
                 return
-            case NotStoredReason.QUEUE_MISSING:
-                out.append(EnsureQueue())
-            case NotStoredReason.BUS_UNAVAILABLE | NotStoredReason.TIMEOUT:
+            case ev.NotStoredReason.QUEUE_MISSING:
+                out.append(ev.EnsureQueue())
+            case ev.NotStoredReason.BUS_UNAVAILABLE | ev.NotStoredReason.TIMEOUT:
                 pass
             case _:
                 assert_never(event.reason)
         # It may have been stored after all: the retry keeps the message id, so that it is not stored twice.
-        live.retry_s = now_s + PUBLISH_RETRY_S
+        live.retry_s = now_s + ev.PUBLISH_RETRY_S
         self._move(now_s, live, State.UNSTORED)
 
-    def _judge_claim(self, now_s: float, event: ClaimReceived) -> list[RequestCommand]:
+    def _judge_claim(self, now_s: float, event: ev.ClaimReceived) -> list[ev.RequestCommand]:
         claim = event.claim
         verdict = self._verdict(now_s, claim)
         if isinstance(verdict, RefusalReason):
             refusal = Refusal(request=claim.request, attempt=claim.attempt, reason=verdict)
-            return [AnswerClaim(event.token, refusal)]
+            return [ev.AnswerClaim(event.token, refusal)]
         live, reply = verdict
         if live.better_elsewhere(now_s, claim.replica, adapters=claim.adapters):
             return self._left_to_others(now_s, live, event)
-        answer = AnswerClaim(event.token, reply)
+        answer = ev.AnswerClaim(event.token, reply)
         if live.state is State.RUNNING:
             return [answer]
         waited_s = now_s - live.waits_since_s
@@ -384,19 +343,19 @@ class RequestCore:
         link = self._links.links[claim.replica]
         link.adapters = claim.adapters
         link.heard()
-        return [answer, RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
+        return [answer, ev.RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
 
-    def _left_to_others(self, now_s: float, live: LiveRequest, event: ClaimReceived) -> list[RequestCommand]:
+    def _left_to_others(self, now_s: float, live: LiveRequest, event: ev.ClaimReceived) -> list[ev.RequestCommand]:
         """The refusal takes the ticket off the queue, so another one follows; after a pause, since the same replica may ask
         again."""
         refusal = Refusal(request=live.request, attempt=live.attempt, reason=RefusalReason.UNKNOWN)
-        out: list[RequestCommand] = [AnswerClaim(event.token, refusal)]
+        out: list[ev.RequestCommand] = [ev.AnswerClaim(event.token, refusal)]
         if live.stored is not None:
-            out.append(DeleteTicket(live.stored))
+            out.append(ev.DeleteTicket(live.stored))
         if live.state in QUEUED:
             live.publication += 1  # the work-queue swallows a number that it has seen
         if live.state in (State.PUBLISHING, State.STORED):
-            live.retry_s = now_s + PUBLISH_RETRY_S
+            live.retry_s = now_s + ev.PUBLISH_RETRY_S
             self._move(now_s, live, State.UNSTORED)
         return out
 
@@ -426,12 +385,12 @@ class RequestCore:
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
-    def _take_frames(self, now_s: float, frames: Frames, out: list[RequestCommand]) -> None:
+    def _take_frames(self, now_s: float, frames: Frames, out: list[ev.RequestCommand]) -> None:
         link = self._links.links.get(frames.replica)
         if link is None:
             # It holds something that we gave up while it was out of reach: ``Held`` tells it that nothing is wanted.
             link = self._link(now_s, frames.replica)
-            link.linger_until_s = now_s + HELD_LINGER_S
+            link.linger_until_s = now_s + ev.HELD_LINGER_S
         link.heard()
         link.room_is(now_s, frames.room)
         unwanted: dict[tuple[RequestId, int], None] = {}
@@ -452,10 +411,10 @@ class RequestCore:
         for model in self._links.models_of(frames.replica) if frames.room is not None and self._links.any_parked else ():
             self._serve_parked(now_s, model, frames.replica, out)
         for request, attempt in unwanted:
-            out.append(SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
-            link.linger_until_s = now_s + HELD_LINGER_S
+            out.append(ev.SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
+            link.linger_until_s = now_s + ev.HELD_LINGER_S
 
-    def _serve_parked(self, now_s: float, model: DeploymentKey, replica: ReplicaId, out: list[RequestCommand]) -> None:
+    def _serve_parked(self, now_s: float, model: DeploymentKey, replica: ReplicaId, out: list[ev.RequestCommand]) -> None:
         """A replica has said what it would take. Who is first and finds no room holds up those behind, but for those who
         wait for one replica only: they are asked when it or its neighbour speaks, and hold up nobody."""
         for request in self._links.parked(model):
@@ -475,7 +434,7 @@ class RequestCore:
         return live
 
     def _take_delta(
-        self, now_s: float, live: LiveRequest, replica: ReplicaId, delta: Delta, out: list[RequestCommand]
+        self, now_s: float, live: LiveRequest, replica: ReplicaId, delta: Delta, out: list[ev.RequestCommand]
     ) -> None:
         match live.take(delta):
             case Taken.REPEATED:
@@ -489,25 +448,25 @@ class RequestCore:
                         choice=choice,
                         from_index=from_index,
                     )
-                    out.append(SendBack(replica, resend))
+                    out.append(ev.SendBack(replica, resend))
             case Taken.ACCEPTED:
                 if live.first_sent_s is None:
                     live.first_sent_s = now_s
-                out.append(Deliver(live.request, delta))
+                out.append(ev.Deliver(live.request, delta))
                 if delta.end:
-                    self._end(now_s, live, Finished(delta.usage), out)
+                    self._end(now_s, live, ev.Finished(delta.usage), out)
             case _ as never:
                 assert_never(never)
 
-    def _engine_failed(self, now_s: float, live: LiveRequest, failure: Failure, out: list[RequestCommand]) -> None:
+    def _engine_failed(self, now_s: float, live: LiveRequest, failure: Failure, out: list[ev.RequestCommand]) -> None:
         match failure.kind:
             case FailureKind.BAD_REQUEST:
                 # Never fed to a second replica: what is wrong with it is wrong everywhere.
                 status = failure.status if 400 <= failure.status < 500 else 400
-                bad = Failed(status, failure.message, "invalid_request_error", failure.code, failure.param)
+                bad = ev.Failed(status, failure.message, "invalid_request_error", failure.code, failure.param)
                 self._end(now_s, live, bad, out)
             case FailureKind.BUSY if not live.sent_in_attempt:
-                self._restart(now_s, live, "the engine was busy", out, pause_s=PUBLISH_RETRY_S)
+                self._restart(now_s, live, "the engine was busy", out, pause_s=ev.PUBLISH_RETRY_S)
             case FailureKind.SICK | FailureKind.BUSY:
                 live.unfit = live.holder
                 self._lose(now_s, live, failure.message, out, code=failure.code or "engine_failed")
@@ -515,17 +474,17 @@ class RequestCore:
                 assert_never(failure.kind)
 
     def _lose(
-        self, now_s: float, live: LiveRequest, why: str, out: list[RequestCommand], *, code: str = "replica_lost"
+        self, now_s: float, live: LiveRequest, why: str, out: list[ev.RequestCommand], *, code: str = "replica_lost"
     ) -> None:
         """Its holder will not finish it: go on elsewhere where that is right, else end it in one clear way."""
         live.losses += 1
         if live.all_closed():
-            self._end(now_s, live, Finished(None), out)  # Only the usage was missing; the answer is whole.
+            self._end(now_s, live, ev.Finished(None), out)  # Only the usage was missing; the answer is whole.
         elif live.sent_in_attempt and not (self._continuation_enabled and live.continuable()):
             message = f"the answer broke off and cannot be continued elsewhere: {why}"
-            self._end(now_s, live, Failed(502, message, code=code), out)
-        elif live.losses >= LOSSES_MAX:
-            self._end(now_s, live, Failed(502, f"lost {live.losses} times, last because: {why}", code=code), out)
+            self._end(now_s, live, ev.Failed(502, message, code=code), out)
+        elif live.losses >= ev.LOSSES_MAX:
+            self._end(now_s, live, ev.Failed(502, f"lost {live.losses} times, last because: {why}", code=code), out)
         else:
             live.wait_until_s = now_s + live.wait_bound_s
             self._restart(now_s, live, why, out)
@@ -535,7 +494,7 @@ class RequestCore:
         now_s: float,
         live: LiveRequest,
         why: str,
-        out: list[RequestCommand],
+        out: list[ev.RequestCommand],
         *,
         pause_s: float = 0.0,
         handed: bool = False,
@@ -545,7 +504,7 @@ class RequestCore:
         live.begin_attempt(now_s)
         if handed:
             live.waits_since_s = waits_since_s  # it has waited all the time
-        out.append(RecordRestart(live.request, live.attempt, why, handed))
+        out.append(ev.RecordRestart(live.request, live.attempt, why, handed))
         if now_s >= live.wait_until_s:
             self._end(now_s, live, self._no_capacity(live, why), out)
         elif pause_s:
@@ -558,22 +517,22 @@ class RequestCore:
         """The holder does not have it any more as far as we are concerned; it goes on hearing ``Held`` for a while."""
         if live.holder is not None and (link := self._links.links.get(live.holder)) is not None:
             link.running.pop(live.request, None)
-            link.linger_until_s = now_s + HELD_LINGER_S
+            link.linger_until_s = now_s + ev.HELD_LINGER_S
 
     # -------------------------------------------------------------------------------------------------------- the end
 
-    def _end(self, now_s: float, live: LiveRequest, outcome: Outcome, out: list[RequestCommand]) -> None:
+    def _end(self, now_s: float, live: LiveRequest, outcome: ev.Outcome, out: list[ev.RequestCommand]) -> None:
         if live.stored is not None:
-            out.append(DeleteTicket(live.stored))
+            out.append(ev.DeleteTicket(live.stored))
         if live.state is State.RUNNING and live.holder is not None:
-            if not isinstance(outcome, Finished):
+            if not isinstance(outcome, ev.Finished):
                 cancel = Cancel(ingress=self._ingress, request=live.request, attempt=live.attempt)
-                out.append(SendBack(live.holder, cancel))
+                out.append(ev.SendBack(live.holder, cancel))
             self._let_go(now_s, live)
         self._move(now_s, live, None)
         del self._live[live.request]
         match outcome:
-            case Finished():
+            case ev.Finished():
                 first_s = now_s if live.first_sent_s is None else live.first_sent_s
                 output_tokens = outcome.usage.completion_tokens if outcome.usage else sum(live.next_indexes())
                 ttft_s, latency_s = first_s - live.submitted_s, now_s - live.submitted_s
@@ -585,35 +544,35 @@ class RequestCore:
                     latency_s=latency_s,
                     within_slo=live.sla is not None and within_slo(live.sla, ttft_s, latency_s, output_tokens),
                 )
-            case Failed():
+            case ev.Failed():
                 self._demand.failed(live.profile)
                 if outcome.status in (503, 504):
                     self._remember(now_s, live.request, RefusalReason.EXPIRED)
-            case Cancelled():
+            case ev.Cancelled():
                 self._remember(now_s, live.request, RefusalReason.CANCELLED)
             case _:
                 assert_never(outcome)
-        out.append(EndRequest(live.request, outcome))
+        out.append(ev.EndRequest(live.request, outcome))
 
     def _remember(self, now_s: float, request: RequestId, reason: RefusalReason) -> None:
-        self._recent[request] = (now_s + RECENT_ENDS_S, reason)
-        while len(self._recent) > RECENT_ENDS_MAX:
+        self._recent[request] = (now_s + ev.RECENT_ENDS_S, reason)
+        while len(self._recent) > ev.RECENT_ENDS_MAX:
             self._recent.popitem(last=False)
 
-    def _no_capacity(self, live: LiveRequest, why: str) -> Failed:
+    def _no_capacity(self, live: LiveRequest, why: str) -> ev.Failed:
         model = self._models.get(live.profile.deployment)
         retry_s = ceil(model.estimated_wait_s) if model is not None and model.estimated_wait_s > 0 else RETRY_AFTER_S
-        return Failed(503, f"no capacity: {why}", code="no_capacity", retry_after_s=retry_s)
+        return ev.Failed(503, f"no capacity: {why}", code="no_capacity", retry_after_s=retry_s)
 
     @staticmethod
-    def _refused_by_pool(model: PoolModel) -> Failed:
+    def _refused_by_pool(model: PoolModel) -> ev.Failed:
         if model.permanent:
-            return Failed(503, model.refusal, code="model_cannot_fit")
-        return Failed(503, model.refusal, code="model_unavailable", retry_after_s=model.retry_after_s or RETRY_AFTER_S)
+            return ev.Failed(503, model.refusal, code="model_cannot_fit")
+        return ev.Failed(503, model.refusal, code="model_unavailable", retry_after_s=model.retry_after_s or RETRY_AFTER_S)
 
     # ------------------------------------------------------------------------------------------------ replicas, states
 
-    def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[RequestCommand]) -> None:
+    def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[ev.RequestCommand]) -> None:
         self._models = {model.deployment: model for model in digest.models}
         ready: dict[DeploymentKey, dict[ReplicaId, float]] = {}
         for one in digest.replicas:
@@ -631,7 +590,7 @@ class RequestCore:
             if live.state is not State.RUNNING and live.profile.deployment in refusals:
                 self._end(now_s, live, self._refused_by_pool(self._models[live.profile.deployment]), out)
 
-    def _bury(self, now_s: float, replica: ReplicaId, out: list[RequestCommand]) -> None:
+    def _bury(self, now_s: float, replica: ReplicaId, out: list[ev.RequestCommand]) -> None:
         link = self._links.forget(replica)
         for request in list(link.running) if link is not None else ():
             self._lose(now_s, self._live[request], "its replica died", out)
@@ -640,16 +599,16 @@ class RequestCore:
 
     def _link(self, now_s: float, replica: ReplicaId) -> Link:
         if self._held_due_s == inf:
-            self._held_due_s = now_s + HELD_EVERY_S
+            self._held_due_s = now_s + ev.HELD_EVERY_S
         return self._links.link(replica)
 
-    def _send_held(self, now_s: float, out: list[RequestCommand]) -> None:
+    def _send_held(self, now_s: float, out: list[ev.RequestCommand]) -> None:
         """One beat to all. Silence is counted per beat, and only while our own way to the bus is known to work."""
-        bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S and now_s >= self._silence_counts_from_s
+        bus_works = now_s - self._round_trip_s <= ev.ROUND_TRIP_FRESH_S and now_s >= self._silence_counts_from_s
         for replica, link in list(self._links.links.items()):
             if link.awaiting_frame and bus_works:
                 link.unanswered += 1
-            silent = link.unanswered >= HELD_UNANSWERED_MAX
+            silent = link.unanswered >= ev.HELD_UNANSWERED_MAX
             for request in list(link.running) if silent else ():
                 self._lose(now_s, self._live[request], "its replica fell silent", out)
             if not link.running and now_s >= link.linger_until_s and (silent or not link.awaiting_frame):
@@ -658,9 +617,9 @@ class RequestCore:
             self._held_sent += 1
             entries = tuple(self._held_entry(self._live[request]) for request in link.running)
             held = Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
-            out.append(SendBack(replica, held))
+            out.append(ev.SendBack(replica, held))
             link.awaiting_frame = True
-        self._held_due_s = now_s + HELD_EVERY_S if self._links.links else inf
+        self._held_due_s = now_s + ev.HELD_EVERY_S if self._links.links else inf
 
     @staticmethod
     def _held_entry(live: LiveRequest) -> HeldEntry:
