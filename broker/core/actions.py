@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import msgspec
@@ -35,41 +36,26 @@ RESIZE_AGAIN_S = 60.0
 """How long a replica that refused to change its KV is left alone."""
 
 
+@dataclass(eq=False, slots=True)
 class Actions:
     """Begins transactions, with their entries in the timeline."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        pool: Pool,
-        catalogue: Catalogue,
-        feasibility: Feasibility,
-        transactions: Transactions,
-        digests: DigestBuilder,
-    ) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._catalogue = catalogue
-        self._feasibility = feasibility
-        self._transactions = transactions
-        self._digests = digests
-        self._entries: dict[tuple[int, str], int] = {}
-        self._advised: dict[tuple[str, ...], float] = {}
-        self._refused_s: dict[ReplicaId, float] = {}
-        """Replicas that would not change their KV, and when: some engines never can."""
-        self.dropped: tuple[tuple[Action, str], ...] = ()
-        """What was not carried out of the last decision, and why."""
+    _settings: SchedulerSettings
+    _pool: Pool
+    _catalogue: Catalogue
+    _feasibility: Feasibility
+    _transactions: Transactions
+    _digests: DigestBuilder
+    _entries: dict[tuple[int, str], int] = field(default_factory=dict)
+    _advised: dict[tuple[str, ...], float] = field(default_factory=dict)
+    _refused_s: dict[ReplicaId, float] = field(default_factory=dict)
+    """Replicas that would not change their KV, and when: some engines never can."""
+    dropped: tuple[tuple[Action, str], ...] = ()
+    """What was not carried out of the last decision, and why."""
 
     # ---------------------------------------------------------------------------------------------------------- beginning
 
-    def place(
-        self,
-        now_s: float,
-        placement: Placement,
-        record: ModelRecord,
-        *,
-        out: list[SchedulerCommand],
-    ) -> Transaction:
+    def place(self, now_s: float, placement: Placement, record: ModelRecord, *, out: list[SchedulerCommand]) -> Transaction:
         """Begins a placement."""
         leaving = [self._pool.replicas[victim] for victim in placement.victims]
         transaction = self._transactions.place(now_s, placement, record, out=out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 from broker.core.plan.availability import Outlook
@@ -9,44 +11,35 @@ from broker.core.plan.fairness import Fairness
 from broker.core.pool.events import PublishDigest, SchedulerSettings
 from broker.core.pool.state import Pool, Presence, Replica
 from subjects.ids import ReplicaId
-from subjects.messages import (
-    Lane,
-    ModelRecord,
-    PoolDigest,
-    PoolModel,
-    PoolReplica,
-    ReplicaState,
-    SlaClass,
-    TimelineEntry,
-)
+from subjects.messages import Lane, ModelRecord, PoolDigest, PoolModel, PoolReplica, ReplicaState, SlaClass, TimelineEntry
 
 DEAD_TOLD_MAX = 256
 """So many of the dead, the latest ones, are told to everybody; a successor gets all."""
 
 
+@dataclass(eq=False, slots=True)
 class DigestBuilder:
     """Builds digests, and keeps the timeline.
 
     The timeline's times are monotonic inside and become wall-clock times on the way out.
     """
 
-    def __init__(self, settings: SchedulerSettings, pool: Pool, fairness: Fairness) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._fairness = fairness
-        self._sequence = 0
-        self._numbers = 0
-        self.notes = 0
-        """Grows with every change of the timeline."""
-        self._timeline: dict[int, TimelineEntry] = {}
-        self._restored: tuple[TimelineEntry, ...] = ()
-        self._lifted: tuple[tuple[int, float], tuple[TimelineEntry, ...]] | None = None
-        self._published_s: float | None = None
-        self._weights: dict[ReplicaId, float] = {}
-        self._told: dict[ReplicaId, PoolReplica] = {}
-        self.measures: dict[ReplicaId, int] = {}
-        """Who should measure costs in idle moments, and up to which batch."""
-        self.latest: PoolDigest | None = None
+    _settings: SchedulerSettings
+    _pool: Pool
+    _fairness: Fairness
+    _sequence: int = 0
+    _numbers: int = 0
+    notes: int = 0
+    """Grows with every change of the timeline."""
+    _timeline: dict[int, TimelineEntry] = field(default_factory=dict)
+    _restored: tuple[TimelineEntry, ...] = ()
+    _lifted: tuple[tuple[int, float], tuple[TimelineEntry, ...]] | None = None
+    _published_s: float | None = None
+    _weights: dict[ReplicaId, float] = field(default_factory=dict)
+    _told: dict[ReplicaId, PoolReplica] = field(default_factory=dict)
+    measures: dict[ReplicaId, int] = field(default_factory=dict)
+    """Who should measure costs in idle moments, and up to which batch."""
+    latest: PoolDigest | None = None
 
     def restore(self, digest: PoolDigest) -> None:
         """Goes on from the last digest of an earlier leader: its dead stay dead."""

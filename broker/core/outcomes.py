@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from broker.core.actions import Actions
@@ -24,28 +25,20 @@ LOAD_SMOOTHING = 0.5
 """Weight of the newest load in the running mean of a model's load times."""
 
 
+@dataclass(eq=False, slots=True)
 class Outcomes:
     """Takes what has ended, well or badly. Only a leader tells of it and makes it good."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        pool: Pool,
-        catalogue: Catalogue,
-        transactions: Transactions,
-        actions: Actions,
-        digests: DigestBuilder,
-    ) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._catalogue = catalogue
-        self._transactions = transactions
-        self._actions = actions
-        self._digests = digests
-        self._leads = False
-        self._alerted: dict[tuple[str, str], float] = {}
-        self.unix_offset_s = 0.0
-        """Added to the scheduler's clock it gives wall-clock time, for alerts."""
+    _settings: SchedulerSettings
+    _pool: Pool
+    _catalogue: Catalogue
+    _transactions: Transactions
+    _actions: Actions
+    _digests: DigestBuilder
+    _leads: bool = False
+    _alerted: dict[tuple[str, str], float] = field(default_factory=dict)
+    unix_offset_s: float = 0.0
+    """Added to the scheduler's clock it gives wall-clock time, for alerts."""
 
     def lead(self, leads: bool) -> None:
         """We lead, or lead no more."""

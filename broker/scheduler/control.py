@@ -7,6 +7,7 @@ request, in this order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -34,52 +35,42 @@ ASK_GATEWAY_S_MAX = 2.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class Control:
     """Answers control requests from the core's state, and changes the registry."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        core: SchedulerCore,
-        registry: RegistrySync,
-        people: People,
-        kv: KvControl,
-        transactions: TransactionLog,
-        twu: DeviceTwu,
-        *,
-        now_s: Callable[[], float],
-        unix_offset_s: Callable[[], float],
-        unload: Callable[[str], None],
-        profile: Callable[[ModelRecord, float, int], None],
-    ) -> None:
-        self._bus = bus
-        self._core = core
-        self._registry = registry
-        self._people = people
-        self._kv = kv
-        self._transactions = transactions
-        self._twu = twu
-        self._now_s = now_s
-        self._unix_offset_s = unix_offset_s
-        self._unload = unload
-        self._profile_asked = profile
-        self._verbs: Verbs = {
+    _bus: Bus
+    _core: SchedulerCore
+    _registry: RegistrySync
+    _people: People
+    _kv: KvControl
+    _transactions: TransactionLog
+    _twu: DeviceTwu
+    now_s: Callable[[], float]
+    unix_offset_s: Callable[[], float]
+    unload: Callable[[str], None]
+    profile: Callable[[ModelRecord, float, int], None]
+
+    @property
+    def _verbs(self) -> Verbs:
+        return {
             "apply": (Apply, self._apply),
             "get": (What, self._get),
             "unload": (OfModel, self._unload_model),
             "delete": (OfModel, self._delete),
             "explain": (What, self._explain),
             "profile": (ProfileOf, self._profile),
-            **people.verbs,
-            **kv.verbs,
+            **self._people.verbs,
+            **self._kv.verbs,
         }
 
     async def answer(self, verb: str, payload: ControlRequest) -> ControlReply:
         """The reply to one request; every mistake of the asker is an error with its remedy."""
-        if verb not in self._verbs:
-            return ControlReply(error=f"unknown verb {verb!r}: use {', '.join(sorted(self._verbs))}")
+        verbs = self._verbs
+        if verb not in verbs:
+            return ControlReply(error=f"unknown verb {verb!r}: use {', '.join(sorted(verbs))}")
         try:
-            kind, handler = self._verbs[verb]
+            kind, handler = verbs[verb]
             return ControlReply(result=msgspec.json.encode(await handler(asked(kind, payload.argument))))
         except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             return ControlReply(error=f"{verb}: {error}")
@@ -122,7 +113,7 @@ class Control:
     async def _unload_model(self, argument: OfModel) -> Row:
         record = self._people.model(argument.model)
         replicas = [r for r in self._core.pool.replicas_for(record.deployment) if not r.dead]
-        self._unload(record.name)
+        self.unload(record.name)
         return {"name": record.name, "replicas": len(replicas)}
 
     async def _delete(self, argument: OfModel) -> Row:
@@ -133,8 +124,8 @@ class Control:
 
     async def _explain(self, argument: What) -> Row:
         what = argument.what
-        now_s = self._now_s()
-        unix_s = now_s + self._unix_offset_s()
+        now_s = self.now_s()
+        unix_s = now_s + self.unix_offset_s()
         if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
             what = base.name
         if what in self._names():
@@ -165,7 +156,7 @@ class Control:
             )
         if argument.for_s and not self._core.pool.open_replicas(record.deployment):
             raise ConfigError(f"model: no replica of {record.name} is ready: send it a request first, then run this again")
-        self._profile_asked(record, argument.for_s, argument.batch_max)
+        self.profile(record, argument.for_s, argument.batch_max)
         return {"model": record.name, "rows": self._costs_of(record)}
 
     async def _story(self, request: str) -> RequestStory:
@@ -207,7 +198,7 @@ class Control:
     # ------------------------------------------------------------------------------------------------------------- views
 
     def _models(self) -> list[Row]:
-        core, now_s = self._core, self._now_s()
+        core, now_s = self._core, self.now_s()
         demand = core.pool.demand(now_s)
         rows = []
         for record in core.catalogue.by_name():
@@ -301,7 +292,7 @@ class Control:
         return "; ".join(note for note in notes if note)
 
     def _queues(self) -> list[Row]:
-        core, now_s = self._core, self._now_s()
+        core, now_s = self._core, self.now_s()
         return [
             {
                 "model": core.catalogue.name(deployment),
@@ -318,7 +309,7 @@ class Control:
         return [row for record in self._core.catalogue.by_name() for row in self._costs_of(record)]
 
     def _costs_of(self, record: ModelRecord) -> list[Row]:
-        unix_s = self._now_s() + self._unix_offset_s()
+        unix_s = self.now_s() + self.unix_offset_s()
         return [
             {
                 "model": row.model,
@@ -340,6 +331,6 @@ class Control:
         ]
 
     def _timeline(self) -> list[Row]:
-        entries = self._core.digests.timeline(self._unix_offset_s())
+        entries = self._core.digests.timeline(self.unix_offset_s())
         rows: list[Row] = msgspec.to_builtins(entries)
         return list(rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -32,15 +33,17 @@ def costs_key(kept: KeptCosts) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
+@dataclass(eq=False, slots=True)
 class CostsSync:
     """Follows the bucket, and writes what its scheduler measured while it led."""
 
-    def __init__(self, bus: Bus, registry: Registry, *, on_kept: Callable[[tuple[KeptCosts, ...]], None]) -> None:
-        self._bus = bus
-        self._registry = registry
-        self._on_kept = on_kept
-        self._watch: Subscription | None = None
-        self._tasks = Tasks(lambda error: log.error("a task of the kept costs failed", error=place_of(error)))
+    _bus: Bus
+    _registry: Registry
+    on_kept: Callable[[tuple[KeptCosts, ...]], None]
+    _watch: Subscription | None = None
+    _tasks: Tasks = field(
+        default_factory=lambda: Tasks(lambda error: log.error("a task of the kept costs failed", error=place_of(error)))
+    )
 
     async def start(self) -> None:
         """Reads what is kept, restoring what the bucket has lost, then follows it. Waits for the bus as long as it takes."""
@@ -53,7 +56,7 @@ class CostsSync:
                     if key not in stored or stored[key].at_unix_s < kept.at_unix_s:
                         stored[key] = kept
                         await self._bus.kv_put(COSTS_BUCKET, key, encode(kept))
-                self._on_kept(tuple(sorted(stored.values(), key=lambda kept: (kept.at_unix_s, costs_key(kept)))))
+                self.on_kept(tuple(sorted(stored.values(), key=lambda kept: (kept.at_unix_s, costs_key(kept)))))
                 self._watch = await self._bus.kv_watch(COSTS_BUCKET, self._changed)
                 return
             except BusError as error:
@@ -83,7 +86,7 @@ class CostsSync:
     def _changed(self, key: str, entry: KvEntry | None) -> None:
         kept = _decoded(entry) if entry is not None else None
         if kept is not None:
-            self._on_kept((kept,))
+            self.on_kept((kept,))
             self._tasks.spawn(self._mirror(kept))
 
     async def _mirror(self, kept: KeptCosts) -> None:

@@ -328,10 +328,7 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
     if ended_unix_s is not None:
         outcome = f"failed: {one.failure}" if one.failure else "done"
     else:
-        running = next(
-            (t for t in core.transactions.running.values() if one.name == t.name),
-            None,
-        )
+        running = next((t for t in core.transactions.running.values() if one.name == t.name), None)
         outcome = stage_text(running, now_s) if running is not None else "its leader is gone; what it left is looked into"
     if began.record is not None:
         model = began.record.name

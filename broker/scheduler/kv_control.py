@@ -7,6 +7,7 @@ it goes on and what was done. What is asked twice while the leader changes is do
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from broker.core.pool.events import KvOrdered, SchedulerEvent
 from broker.core.pool.state import Presence, Worker
@@ -21,14 +22,18 @@ EVICT_S = 60.0
 """How long a node may take to drop what it was told to."""
 
 
+@dataclass(eq=False, slots=True)
 class KvControl:
     """Answers those verbs."""
 
-    def __init__(self, core: SchedulerCore, people: People, *, step: Callable[[SchedulerEvent], None]) -> None:
-        self._core = core
-        self._people = people
-        self._step = step
-        self.verbs: Verbs = {"evict-kv": (EvictKvOf, self._evict), "migrate-kv": (MigrateKvOf, self._migrate)}
+    _core: SchedulerCore
+    _people: People
+    step: Callable[[SchedulerEvent], None]
+
+    @property
+    def verbs(self) -> Verbs:
+        """Those verbs."""
+        return {"evict-kv": (EvictKvOf, self._evict), "migrate-kv": (MigrateKvOf, self._migrate)}
 
     # ------------------------------------------------------------------------------------------------------------- verbs
 
@@ -54,7 +59,7 @@ class KvControl:
     def _begun(self, record: ModelRecord, workers: list[Worker], order: KvOrder) -> Row:
         known = set(self._core.transactions.running)
         for worker in workers:
-            self._step(KvOrdered(worker.worker, record.deployment, order))
+            self.step(KvOrdered(worker.worker, record.deployment, order))
         begun = [
             {"transaction": transaction.name, "worker": transaction.worker}
             for number, transaction in self._core.transactions.running.items()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -35,26 +36,21 @@ _OLD_PIN = "pin."
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class OverridesSync:
     """Follows the value, keeps its copy, and writes what people ask for."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        registry: Registry,
-        *,
-        leads: Callable[[], bool],
-        on_changed: Callable[[Overrides], None],
-    ) -> None:
-        self._bus = bus
-        self._registry = registry
-        self._leads = leads
-        self._on_changed = on_changed
-        self._watch: Subscription | None = None
-        self._tasks = Tasks(lambda error: log.error("a task of the locks failed", error=place_of(error)))
-        self._writing = asyncio.Lock()
-        self._restoring = False
-        self.known = Overrides()
+    _bus: Bus
+    _registry: Registry
+    leads: Callable[[], bool]
+    on_changed: Callable[[Overrides], None]
+    _watch: Subscription | None = None
+    _tasks: Tasks = field(
+        default_factory=lambda: Tasks(lambda error: log.error("a task of the locks failed", error=place_of(error)))
+    )
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _restoring: bool = False
+    known: Overrides = field(default_factory=Overrides)
 
     async def start(self) -> None:
         """Reads the value, restoring it if the bucket has lost it, then follows it. Waits as long as it takes."""
@@ -103,7 +99,7 @@ class OverridesSync:
     def _take(self, overrides: Overrides) -> None:
         before, self.known = self.known, overrides
         if before != overrides:
-            self._on_changed(overrides)
+            self.on_changed(overrides)
 
     async def _mirror(self, overrides: Overrides) -> None:
         try:
@@ -131,7 +127,7 @@ class OverridesSync:
                     entry = await self._bus.kv_get(LOCKS_BUCKET, KEY)
                     if _decoded(entry).revision >= self.known.revision:
                         return
-                    if self._leads():
+                    if self.leads():
                         log.warning("the locks in the bucket are lost or older than ours: written again")
                         await self._put(self.known, entry.revision if entry is not None else 0)
                         return

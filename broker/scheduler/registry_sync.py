@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -29,30 +30,23 @@ RETRY_S = 0.5
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class RegistrySync:
     """Follows the bucket, keeps the mirror, and writes what the control verbs ask for."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        registry: Registry,
-        *,
-        leads: Callable[[], bool],
-        on_loaded: Callable[[tuple[ModelRecord, ...]], None],
-        on_applied: Callable[[ModelRecord], None],
-        on_removed: Callable[[str], None],
-    ) -> None:
-        self._bus = bus
-        self._registry = registry
-        self._leads = leads
-        self._on_loaded = on_loaded
-        self._on_applied = on_applied
-        self._on_removed = on_removed
-        self._watches: list[Subscription] = []
-        self._tasks = Tasks(lambda error: log.error("a task of the registry failed", error=place_of(error)))
-        self._writing = asyncio.Lock()
-        """One verb at a time: each reads what is stored before it writes."""
-        self.records: dict[str, ModelRecord] = {}
+    _bus: Bus
+    _registry: Registry
+    leads: Callable[[], bool]
+    on_loaded: Callable[[tuple[ModelRecord, ...]], None]
+    on_applied: Callable[[ModelRecord], None]
+    on_removed: Callable[[str], None]
+    _watches: list[Subscription] = field(default_factory=list)
+    _tasks: Tasks = field(
+        default_factory=lambda: Tasks(lambda error: log.error("a task of the registry failed", error=place_of(error)))
+    )
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One verb at a time: each reads what is stored before it writes."""
+    records: dict[str, ModelRecord] = field(default_factory=dict)
 
     async def start(self) -> None:
         """Reads the whole registry, restoring it from the mirror if the bucket is empty, then follows it. Waits for the
@@ -95,7 +89,7 @@ class RegistrySync:
                 records[record.name] = record
         self.records = records
         await asyncio.to_thread(self._mirror_all, list(records.values()), mirrored)
-        self._on_loaded(tuple(records.values()))
+        self.on_loaded(tuple(records.values()))
 
     def _mirror_all(self, records: list[ModelRecord], mirrored: list[ModelRecord]) -> None:
         known = {record.name: record for record in mirrored}
@@ -127,12 +121,12 @@ class RegistrySync:
             return
         if known is not None and record.revision < known.revision:
             # Revisions of a name only grow: the store is an older one.
-            if self._leads():
+            if self.leads():
                 log.warning("a model in the bucket is older than ours: written again", model=key)
                 self._tasks.spawn(self._put_again(known, entry.revision))
             return
         self.records[record.name] = record
-        self._on_applied(record)
+        self.on_applied(record)
         self._tasks.spawn(self._mirror(record))
 
     async def _put_again(self, record: ModelRecord, over_revision: int) -> None:
@@ -147,7 +141,7 @@ class RegistrySync:
                 if await self._bus.kv_get(LOCKS_BUCKET, _deleted_key(name)) is not None:
                     await self._forget(name)
                     return
-                if self._leads():
+                if self.leads():
                     log.warning("a model is missing from the bucket and was never deleted: written again", model=name)
                     await self._bus.kv_put(MODELS_BUCKET, name, encode(self.records[name]), expected_revision=0)
                     return
@@ -159,7 +153,7 @@ class RegistrySync:
 
     async def _forget(self, name: str) -> None:
         self.records.pop(name, None)
-        self._on_removed(name)
+        self.on_removed(name)
         try:
             await asyncio.to_thread(self._registry.delete, name)
         except ConfigError as error:
@@ -184,7 +178,7 @@ class RegistrySync:
             await self._bus.kv_delete(LOCKS_BUCKET, _deleted_key(record.name))
             await self._bus.kv_put(MODELS_BUCKET, record.name, encode(stored))
             self.records[record.name] = stored
-            self._on_applied(stored)
+            self.on_applied(stored)
             await self._mirror(stored)
             return stored
 

@@ -425,10 +425,7 @@ class Scheduler:
                 except QueueMissing:
                     with contextlib.suppress(BusError):
                         await self._bus.ensure_stream(
-                            names.ALERT_STREAM,
-                            [names.ALL_ALERTS],
-                            max_age_s=ALERTS_KEPT_S,
-                            max_bytes=ALERTS_BYTES_MAX,
+                            names.ALERT_STREAM, [names.ALL_ALERTS], max_age_s=ALERTS_KEPT_S, max_bytes=ALERTS_BYTES_MAX
                         )
                 except BusError as error:
                     log.debug("an alert was not stored", reason=str(error))

@@ -7,6 +7,7 @@ are kept until the next :meth:`Feasibility.look`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from broker.core.pool.catalogue import Catalogue, DeviceKey
 from broker.core.pool.describe import bytes_text
@@ -20,17 +21,17 @@ Group = tuple[Device, ...]
 _NO_DEMAND = Demand()
 
 
+@dataclass(eq=False, slots=True)
 class Feasibility:
     """The questions, as of the last look at the pool's demand."""
 
-    def __init__(self, settings: SchedulerSettings, pool: Pool, catalogue: Catalogue) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._catalogue = catalogue
-        self._demand: dict[DeploymentKey, Demand] = {}
-        self._held: dict[DeviceKey, int] = {}
-        self._layout = -1
-        self._groups: dict[tuple[EngineType, int, int], list[Group]] = {}
+    _settings: SchedulerSettings
+    _pool: Pool
+    _catalogue: Catalogue
+    _demand: dict[DeploymentKey, Demand] = field(default_factory=dict)
+    _held: dict[DeviceKey, int] = field(default_factory=dict)
+    _layout: int = -1
+    _groups: dict[tuple[EngineType, int, int], list[Group]] = field(default_factory=dict)
 
     def look(self, now_s: float) -> dict[DeploymentKey, Demand]:
         """Takes the demand of this moment; what follows refers to it."""

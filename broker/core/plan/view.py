@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 
 from broker.core.plan.costs import CostBook
 from broker.core.plan.feasibility import Feasibility
@@ -20,31 +21,23 @@ from subjects.messages import DeviceReport, Mode, ModelRecord, ReplicaReport, Re
 _NO_ARRIVALS = Arrivals()
 
 
+@dataclass(eq=False, slots=True)
 class ViewBuilder:
     """Makes views. What did not change since the last one is the same object again."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        pool: Pool,
-        catalogue: Catalogue,
-        feasibility: Feasibility,
-        transactions: Transactions,
-        costs: CostBook,
-    ) -> None:
-        self._costs = costs
-        self._settings = settings
-        self._pool = pool
-        self._catalogue = catalogue
-        self._feasibility = feasibility
-        self._transactions = transactions
-        self._replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = {}
-        self._seen_devices: dict[DeviceKey, tuple[Room, DeviceReport, int, DeviceView]] = {}
-        """As of these and of so much news in the catalogue."""
-        self.unix_offset_s = 0.0
-        """Added to the scheduler's clock it gives wall-clock time."""
-        self._events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
-        """As of so much news in the catalogue."""
+    _settings: SchedulerSettings
+    _pool: Pool
+    _catalogue: Catalogue
+    _feasibility: Feasibility
+    _transactions: Transactions
+    _costs: CostBook
+    _replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = field(default_factory=dict)
+    _seen_devices: dict[DeviceKey, tuple[Room, DeviceReport, int, DeviceView]] = field(default_factory=dict)
+    """As of these and of so much news in the catalogue."""
+    unix_offset_s: float = 0.0
+    """Added to the scheduler's clock it gives wall-clock time."""
+    _events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
+    """As of so much news in the catalogue."""
 
     def build(self, now_s: float) -> PoolView:
         """The pool now, with demand as of the last look, and the flow since the last view."""
