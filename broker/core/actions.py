@@ -46,6 +46,7 @@ class Actions:
     _feasibility: Feasibility
     _transactions: Transactions
     _digests: DigestBuilder
+    _out: list[SchedulerCommand]
     _entries: dict[tuple[int, str], int] = field(default_factory=dict)
     _advised: dict[tuple[str, ...], float] = field(default_factory=dict)
     _refused_s: dict[ReplicaId, float] = field(default_factory=dict)
@@ -55,10 +56,10 @@ class Actions:
 
     # ---------------------------------------------------------------------------------------------------------- beginning
 
-    def place(self, now_s: float, placement: Placement, record: ModelRecord, *, out: list[SchedulerCommand]) -> Transaction:
+    def place(self, now_s: float, placement: Placement, record: ModelRecord) -> Transaction:
         """Begins a placement."""
         leaving = [self._pool.replicas[victim] for victim in placement.victims]
-        transaction = self._transactions.place(now_s, placement, record, out=out)
+        transaction = self._transactions.place(now_s, placement, record, out=self._out)
         where = _where(placement.worker, placement.devices)
         for replica in leaving:
             name = self._catalogue.name(replica.report.deployment)
@@ -71,28 +72,19 @@ class Actions:
         return transaction
 
     def retire(
-        self,
-        now_s: float,
-        replica: Replica,
-        reason: str,
-        *,
-        forced: bool = False,
-        drain_s: float | None = None,
-        out: list[SchedulerCommand],
+        self, now_s: float, replica: Replica, reason: str, *, forced: bool = False, drain_s: float | None = None
     ) -> None:
         """Begins to drain (unless ``forced``) and unload a replica, if nobody did."""
         if replica.replica in self._pool.leaving:
             return
-        transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s, out=out)
+        transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s, out=self._out)
         self.note_retirement(now_s, transaction, replica)
 
-    def ask_kv(
-        self, now_s: float, worker: WorkerId, deployment: DeploymentKey, order: KvOrder, out: list[SchedulerCommand]
-    ) -> None:
+    def ask_kv(self, now_s: float, worker: WorkerId, deployment: DeploymentKey, order: KvOrder) -> None:
         """Asks a worker's KV node for what a person wants."""
         what = f"pull its KV from {order.source}" if order.source is not None else f"drop {order.ratio:.0%} of its KV"
         reason = f"asked for by a person: {what}"
-        transaction = self._transactions.ask_kv(now_s, worker, deployment, order, reason, out)
+        transaction = self._transactions.ask_kv(now_s, worker, deployment, order, reason, self._out)
         name = self._catalogue.name(deployment)
         self._note(now_s, transaction, "kv", transaction.kind.value, name, reason, worker, None)
 
@@ -116,12 +108,12 @@ class Actions:
         number = self._digests.note(now_s, action, model, reason, replica=replica, device=where)
         self._entries[(transaction.number, key)] = number
 
-    def take_up(self, now_s: float, resumption: Resumption, out: list[SchedulerCommand]) -> str:
+    def take_up(self, now_s: float, resumption: Resumption) -> str:
         """Goes on with a transaction of an earlier leader; returns why it cannot, or nothing."""
         pool, began = self._pool, resumption.recorded.began
         if began.kv is not None:
             sent = next(reversed(resumption.recorded.steps), None)
-            transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, out)
+            transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, self._out)
             name = ", ".join(self._catalogue.name(deployment) for deployment in began.deployments)
             reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, "kv", began.kind, name, reason, began.worker, None)
@@ -142,7 +134,7 @@ class Actions:
             for device in known:
                 if self._feasibility.block_bytes(device, there) < began.record.budget_bytes:
                     return f"the room on {device.report.device} is gone"
-        transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, out)
+        transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, self._out)
         where = _where(began.worker, began.devices)
         for replica in there:
             name = self._catalogue.name(replica.report.deployment)
@@ -162,21 +154,21 @@ class Actions:
 
     # --------------------------------------------------------------------------------------------------- a policy's actions
 
-    def carry_out(self, now_s: float, actions: Sequence[Action], out: list[SchedulerCommand]) -> None:
+    def carry_out(self, now_s: float, actions: Sequence[Action]) -> None:
         """Begins what is possible of a decision, in its order."""
         dropped = []
         for action in actions:
-            refusal = self._carry_out(now_s, action, out)
+            refusal = self._carry_out(now_s, action)
             if refusal:
                 dropped.append((action, refusal))
         self.dropped = tuple(dropped)
 
-    def _carry_out(self, now_s: float, action: Action, out: list[SchedulerCommand]) -> str:
+    def _carry_out(self, now_s: float, action: Action) -> str:
         match action:
             case StartReplica():
-                return self._start(now_s, action, out)
+                return self._start(now_s, action)
             case StopReplica():
-                return self._stop(now_s, action, out)
+                return self._stop(now_s, action)
             case ResizeReplicaKv():
                 return self._resize(now_s, action)
             case SetReplicaConcurrency():
@@ -184,7 +176,7 @@ class Actions:
             case _:
                 assert_never(action)
 
-    def _start(self, now_s: float, action: StartReplica, out: list[SchedulerCommand]) -> str:
+    def _start(self, now_s: float, action: StartReplica) -> str:
         pool, catalogue = self._pool, self._catalogue
         record = catalogue.of_deployment(action.deployment)
         if record is None:
@@ -226,7 +218,7 @@ class Actions:
         worker, device = action.devices[0]
         peers = tuple(peer for _, peer in action.devices[1:])
         placement = Placement(worker, device, action.victims, action.reason, peers)
-        self.place(now_s, placement, record, out=out)
+        self.place(now_s, placement, record)
         return ""
 
     def _victims_refusal(self, action: StartReplica, devices: list[Device]) -> str:
@@ -242,10 +234,10 @@ class Actions:
             return "a victim is named twice"
         return self._feasibility.minimum_refusal([self._pool.replicas[victim] for victim in action.victims])
 
-    def _stop(self, now_s: float, action: StopReplica, out: list[SchedulerCommand]) -> str:
+    def _stop(self, now_s: float, action: StopReplica) -> str:
         replica = self._pool.replicas.get(action.replica)
         if replica is None:
-            return self._take_back(now_s, str(action.replica), action.reason, out)
+            return self._take_back(now_s, str(action.replica), action.reason)
         name = self._catalogue.name(replica.report.deployment)
         coming = replica.report.state in COMING and not replica.dead and replica.replica not in self._pool.leaving
         refusal = "" if coming else self._feasibility.leave_refusal(replica)
@@ -257,18 +249,18 @@ class Actions:
             where = _where(replica.worker, replica.devices)
             return self._advise(now_s, "unload", name, action.reason, where, "", [name])
         if coming:
-            return self._take_back(now_s, base_name(replica.replica), action.reason, out)
+            return self._take_back(now_s, base_name(replica.replica), action.reason)
         drain_s = 0.0 if action.interrupt and self._settings.interrupts else None
-        self.retire(now_s, replica, action.reason, drain_s=drain_s, out=out)
+        self.retire(now_s, replica, action.reason, drain_s=drain_s)
         return ""
 
-    def _take_back(self, now_s: float, replica_name: str, reason: str, out: list[SchedulerCommand]) -> str:
+    def _take_back(self, now_s: float, replica_name: str, reason: str) -> str:
         transaction = self._transactions.loading(replica_name)
         if transaction is None:
             return f"{replica_name} is not there"
         if transaction.record is not None and self._catalogue.mode(transaction.record.deployment) is not Mode.ACT:
             return f"the mode of {transaction.record.name} keeps it"
-        retirement = self._transactions.cancel(now_s, transaction, reason, out)
+        retirement = self._transactions.cancel(now_s, transaction, reason, self._out)
         if retirement is None:
             return f"{replica_name} cannot be taken back now: others are leaving for it, or its load is being begun"
         if retirement is not transaction:

@@ -35,6 +35,7 @@ class Outcomes:
     _transactions: Transactions
     _actions: Actions
     _digests: DigestBuilder
+    _out: list[SchedulerCommand]
     _leads: bool = False
     _alerted: dict[tuple[str, str], float] = field(default_factory=dict)
     unix_offset_s: float = 0.0
@@ -44,7 +45,7 @@ class Outcomes:
         """We lead, or lead no more."""
         self._leads = leads
 
-    def lost(self, now_s: float, replica: Replica, detail: str, out: list[SchedulerCommand]) -> None:
+    def lost(self, now_s: float, replica: Replica, detail: str) -> None:
         """A replica ended without being told to."""
         self._pool.declare_dead(replica.replica)
         if not self._leads:
@@ -59,15 +60,15 @@ class Outcomes:
             )
         self._digests.note(now_s, "lost", name, detail or "it ended without being told to", replica=replica.replica)
         text = f"replica {replica.replica} of {name} died: {detail}"
-        self.alert(now_s, Severity.WARNING, "replica-died", name, text, {}, f"carpool explain {name}", out)
+        self.alert(now_s, Severity.WARNING, "replica-died", name, text, {}, f"carpool explain {name}")
 
-    def settle(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def settle(self, now_s: float) -> None:
         """Takes the transactions that have ended."""
         while ended := self._transactions.ended():
             for transaction in ended:
-                self._settle_one(now_s, transaction, out)
+                self._settle_one(now_s, transaction)
 
-    def _settle_one(self, now_s: float, transaction: Transaction, out: list[SchedulerCommand]) -> None:
+    def _settle_one(self, now_s: float, transaction: Transaction) -> None:
         for victim in transaction.victims.values():
             outcome = "" if victim.gone else transaction.failure or "given up"
             end_s = victim.gone_s if victim.gone else now_s
@@ -77,7 +78,7 @@ class Outcomes:
                 self._pool.declare_dead(victim.replica)
         if transaction.overran:
             text = f"replicas did not drain in {transaction.drain_s:g} s and were ended: {transaction.reason}"
-            self.alert(now_s, Severity.WARNING, "drain-overrun", transaction.worker, text, {}, "carpool get replicas", out)
+            self.alert(now_s, Severity.WARNING, "drain-overrun", transaction.worker, text, {}, "carpool get replicas")
         record = transaction.record
         if transaction.kv is not None:
             outcome = f"failed: {transaction.failure}" if transaction.stage is Stage.ABORTED else transaction.detail
@@ -93,9 +94,7 @@ class Outcomes:
         if record is None:
             if transaction.stage is Stage.ABORTED and transaction.fault is Fault.PLACE:
                 text = transaction.failure
-                self.alert(
-                    now_s, Severity.CRITICAL, "unload-failed", transaction.worker, text, {}, "carpool get replicas", out
-                )
+                self.alert(now_s, Severity.CRITICAL, "unload-failed", transaction.worker, text, {}, "carpool get replicas")
             return
         model = self._catalogue.model(record.deployment)
         took_s = transaction.took_s or now_s - transaction.begun_s
@@ -125,9 +124,7 @@ class Outcomes:
                 assert_never(transaction.fault)
         text = f"loading {record.name} on {transaction.worker}/{transaction.device} failed: {transaction.failure}"
         evidence = {"attempt": str(model.failures), "next_try_in_s": f"{max(0.0, model.retry_s - now_s):.0f}"}
-        self.alert(
-            now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool explain {record.name}", out
-        )
+        self.alert(now_s, Severity.WARNING, "load-failed", record.name, text, evidence, f"carpool explain {record.name}")
 
     def _load_failed(self, now_s: float, deployment: DeploymentKey, failure: str, device: DeviceKey | None) -> None:
         model = self._catalogue.model(deployment)
@@ -139,15 +136,7 @@ class Outcomes:
         model.excuses = model.early_deaths = 0
 
     def alert(
-        self,
-        now_s: float,
-        severity: Severity,
-        kind: str,
-        scope: str,
-        text: str,
-        evidence: dict[str, str],
-        remedy: str,
-        out: list[SchedulerCommand],
+        self, now_s: float, severity: Severity, kind: str, scope: str, text: str, evidence: dict[str, str], remedy: str
     ) -> None:
         """Raises an alert, unless the same was raised lately."""
         if not self._leads or now_s - self._alerted.get((kind, scope), -math.inf) < ALERT_AGAIN_S:
@@ -162,4 +151,4 @@ class Outcomes:
             evidence=evidence,
             remedy=remedy,
         )
-        out.append(RaiseAlert(alert))
+        self._out.append(RaiseAlert(alert))

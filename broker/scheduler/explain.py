@@ -16,21 +16,8 @@ from broker.core.pool.state import Demand, Replica
 from broker.core.pool.transaction import Stage, Transaction
 from broker.core.scheduler import SchedulerCore
 from profiles.deployment import sharers
+from subjects import messages as m
 from subjects.ids import ReplicaId
-from subjects.messages import (
-    DrainReplica,
-    EvictKv,
-    LoadModel,
-    MigrateKv,
-    Mode,
-    ModelRecord,
-    PoolModel,
-    ResizeKv,
-    SetConcurrency,
-    TimelineEntry,
-    UnloadReplica,
-    WorkerCommand,
-)
 
 ACTIONS_MAX = 10
 TRANSACTIONS_MAX = 5
@@ -102,7 +89,7 @@ class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
     """By kind of device: where the numbers come from that decisions go by, and how far they are off."""
     waits_for: tuple[str, ...]
     would_change: tuple[str, ...]
-    actions: tuple[TimelineEntry, ...]
+    actions: tuple[m.TimelineEntry, ...]
     """The latest, newest first."""
     transactions: tuple[TransactionExplained, ...]
     """The latest, newest first."""
@@ -111,7 +98,7 @@ class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain_model(
-    core: SchedulerCore, log: TransactionLog, record: ModelRecord, now_s: float, unix_s: float
+    core: SchedulerCore, log: TransactionLog, record: m.ModelRecord, now_s: float, unix_s: float
 ) -> ModelExplained:
     """All about one model now."""
     pool, catalogue = core.pool, core.catalogue
@@ -148,19 +135,19 @@ def explain_model(
     )
 
 
-def _needs(record: ModelRecord) -> str:
+def _needs(record: m.ModelRecord) -> str:
     parts = (("weights", record.weights_bytes), ("KV", record.kv_bytes), ("overhead", record.overhead_bytes))
     text = f"{bytes_text(record.budget_bytes)} ({' + '.join(f'{what} {bytes_text(count)}' for what, count in parts)})"
     return f"{text} on each of {record.gpus} devices, which share weights and KV" if record.gpus > 1 else text
 
 
-def _told(core: SchedulerCore, record: ModelRecord) -> PoolModel | None:
+def _told(core: SchedulerCore, record: m.ModelRecord) -> m.PoolModel | None:
     """What gateways were told of it last."""
     latest = core.digests.latest
     return next((model for model in latest.models if model.name == record.name), None) if latest is not None else None
 
 
-def _replica(core: SchedulerCore, record: ModelRecord, replica: Replica) -> ReplicaExplained:
+def _replica(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> ReplicaExplained:
     report = replica.report
     leaves = replica.replica in core.pool.leaving
     return ReplicaExplained(
@@ -177,7 +164,7 @@ def _replica(core: SchedulerCore, record: ModelRecord, replica: Replica) -> Repl
     )
 
 
-def _held_by(core: SchedulerCore, record: ModelRecord, replica: Replica) -> str:
+def _held_by(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> str:
     if core.catalogue.locked(record.deployment):
         return "its model is locked"
     if core.pool.replica_locked(replica):
@@ -192,7 +179,7 @@ def _held_by(core: SchedulerCore, record: ModelRecord, replica: Replica) -> str:
 # -------------------------------------------------------------------------------------------------------------- reasons
 
 
-def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequence[TimelineEntry]) -> list[str]:
+def _why(core: SchedulerCore, record: m.ModelRecord, refusal: str, actions: Sequence[m.TimelineEntry]) -> list[str]:
     catalogue = core.catalogue
     model = catalogue.model(record.deployment)
     lines: list[str] = []
@@ -203,7 +190,7 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
         lines.append(f"requests are refused: {refusal}")
     if catalogue.locked(record.deployment):
         lines.append("a person locked it: nothing automatic starts, stops or changes its replicas")
-    if catalogue.mode(record.deployment) is not Mode.ACT:
+    if catalogue.mode(record.deployment) is not m.Mode.ACT:
         lines.append(f"its mode is {catalogue.mode(record.deployment).value}: the policy's decisions are not carried out")
     if catalogue.pinned(record):
         lines.append("it is pinned: nothing evicts it")
@@ -223,7 +210,7 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
     return lines
 
 
-def _costs(core: SchedulerCore, record: ModelRecord) -> Iterator[str]:
+def _costs(core: SchedulerCore, record: m.ModelRecord) -> Iterator[str]:
     """Which numbers are gone by, and whether they are right."""
     for row in core.costs.rows(record):
         source = f"{row.source.value} with {row.engine}, {len(row.points)} points" if row.points else row.source.value
@@ -232,7 +219,7 @@ def _costs(core: SchedulerCore, record: ModelRecord) -> Iterator[str]:
         yield f"on {row.device_type or 'the devices here'} {source}{error}{wrong}"
 
 
-def _waits_for(core: SchedulerCore, record: ModelRecord, now_s: float) -> list[str]:
+def _waits_for(core: SchedulerCore, record: m.ModelRecord, now_s: float) -> list[str]:
     lines = []
     for transaction in core.transactions.running.values():
         comes = transaction.record is not None and transaction.record.deployment == record.deployment
@@ -265,7 +252,7 @@ def stage_text(transaction: Transaction, now_s: float) -> str:
 
 
 def _would_change(
-    core: SchedulerCore, record: ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
+    core: SchedulerCore, record: m.ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
 ) -> list[str]:
     catalogue = core.catalogue
     model = catalogue.model(record.deployment)
@@ -273,7 +260,7 @@ def _would_change(
     lines: list[str] = []
     if catalogue.locked(record.deployment):
         lines.append(f"`carpool unlock {record.name}`: the scheduler decides about it again")
-    if mode is not Mode.ACT:
+    if mode is not m.Mode.ACT:
         lines.append(f"`carpool mode {record.name} act`: what the policy decides is carried out")
     if catalogue.pinned(record):
         lines.append(f"`carpool unpin {record.name}`: others may take its room")
@@ -295,7 +282,7 @@ def _would_change(
     return lines
 
 
-def _what_a_request_does(core: SchedulerCore, record: ModelRecord) -> str:
+def _what_a_request_does(core: SchedulerCore, record: m.ModelRecord) -> str:
     """What the next request for an unloaded model brings about, as far as the room tells."""
     usable = [device for device in core.pool.devices(usable=True) if device.report.memory_bytes >= record.budget_bytes]
     if not usable:
@@ -359,22 +346,22 @@ def _step(step: Step, begun_unix_s: float, *, over: bool) -> StepExplained:
     )
 
 
-def command_text(command: WorkerCommand) -> str:
+def command_text(command: m.WorkerCommand) -> str:
     """A command as people read it."""
     match command:
-        case LoadModel():
+        case m.LoadModel():
             return f"load {command.record.name} as {command.replica_name}"
-        case DrainReplica():
+        case m.DrainReplica():
             return f"drain {command.replica} within {command.timeout_s:g} s"
-        case UnloadReplica():
+        case m.UnloadReplica():
             return f"unload {command.replica}{' by force' if command.force else ''}"
-        case SetConcurrency():
+        case m.SetConcurrency():
             return f"let {command.replica} run {command.slots} at once"
-        case ResizeKv():
+        case m.ResizeKv():
             return f"give {command.replica} {bytes_text(command.kv_bytes)} of KV"
-        case EvictKv():
+        case m.EvictKv():
             return f"drop {command.ratio:.0%} of its KV there"
-        case MigrateKv():
+        case m.MigrateKv():
             return f"pull its KV from {command.source_worker}"
         case _:
             return type(command).__name__

@@ -47,7 +47,9 @@ class JournalKeeper:
     _writer: str
     leads: Callable[[], bool]
     on_deposed: Callable[[str], None]
+    """Hears that somebody leads under a higher epoch."""
     on_trouble: Callable[[str], None]
+    """Hears that records are lost, and why, at most once a minute."""
     known: TransactionLog = field(default_factory=TransactionLog)
     lost: int = 0
     """Records that could not be stored."""
