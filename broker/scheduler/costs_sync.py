@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -38,7 +38,8 @@ class CostsSync(BucketSync):
     on_kept: Callable[[tuple[KeptCosts, ...]], None]
 
     async def _load(self) -> Subscription:
-        mirrored = {costs_key(kept): kept for kept in await self._mirrored(self._registry.costs, list[KeptCosts]())}
+        nothing: Sequence[KeptCosts] = ()
+        mirrored = {costs_key(kept): kept for kept in await self._mirrored(self._registry.costs, nothing)}
         entries = {entry.key: entry for entry in await self._bus.kv_entries(COSTS_BUCKET)}
         stored = {key: kept for key, entry in entries.items() if (kept := _decoded(entry)) is not None}
         for key, kept in mirrored.items():

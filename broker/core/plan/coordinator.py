@@ -36,7 +36,7 @@ from broker.core.plan.policy import (
     StopReplica,
 )
 from broker.core.plan.prewarming import Prospects
-from broker.core.plan.problem import Block, Need, Problem, Site
+from broker.core.plan.problem import Block, Need, Place, Problem, Site
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
 from broker.core.plan.turns import Turns
@@ -90,7 +90,7 @@ class Coordinator:
         self._closed: dict[ReplicaId, float] = {}
         """Those of them that take nothing new, since when."""
         self._spares = Spares()
-        self._spare_places: list[tuple[int, tuple[int, ...]]] = []
+        self._spare_places: list[Place] = []
         """Where those that were asked for at the last look will be."""
         self._rush_s: dict[DeploymentKey, float] = {}
         """Models in a rush, and when they last needed their spares."""
@@ -111,7 +111,7 @@ class Coordinator:
         """By model: what each of them has on average."""
         self._turn = 0
         self._calm_s = -math.inf
-        self._victims: dict[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] = {}
+        self._victims: dict[Place, tuple[ReplicaId, ...]] = {}
         """By place of a block of this look's plan: who leaves for it."""
         self._advised_s = -math.inf
         self._decided_s = -math.inf
@@ -310,11 +310,11 @@ class Coordinator:
     def _cut(self, look: Look, layout: Layout) -> None:
         """Takes off what a model has above ``max_replicas``: those not ready before those that run least."""
         for index, model in enumerate(look.models):
-            over = len(layout.of(index)) - model.record.max_replicas
+            over = len(layout.of[index]) - model.record.max_replicas
             if over > 0:
                 views = [
                     (look.replicas[block.replica], number)
-                    for number in layout.of(index)
+                    for number in layout.of[index]
                     if (block := layout.blocks[number]).replica is not None and not block.stays
                 ]
                 views.sort(key=lambda entry: (look.ready(entry[0].replica), entry[0].running, entry[0].replica))
@@ -348,7 +348,7 @@ class Coordinator:
         lacks = []
         for index, wanted in enumerate(look.problem.needs):
             lack = layout.lack(index)
-            if lack > least and layout.of(index) and wanted.model not in self._relief_s:
+            if lack > least and layout.of[index] and wanted.model not in self._relief_s:
                 lacks.append((-lack * wanted.value, index))
         lacking = [index for _, index in sorted(lacks)[: t.TRIES]]
         if not lacking:
@@ -397,7 +397,7 @@ class Coordinator:
         """Devices that the others can do without; when all is calm also by moving what is there."""
         young = self._young_sites(look)
         candidates = [site for site in search.emptiest() if site not in young]
-        emptied = [site for site in candidates if search.layout.used(site) and search.empty(site, moves=False)]
+        emptied = [site for site in candidates if search.layout.on[site] and search.empty(site, moves=False)]
         self._trimmed = Search(search.layout, self._trials_max(look)).trim(young, self._trimmed)
         if emptied or look.now_s - self._calm_s < self.settings.calm_s:
             return emptied
@@ -458,7 +458,7 @@ class Coordinator:
         if s.bounds_slots and now_s - self._slots_s >= t.LOOK_S - 1e-6:
             self._slots_s = now_s
             actions.extend(self._slots(look, layout, kept))
-        self._capacity = [layout.capacity(index) for index in range(len(look.models))]
+        self._capacity = [layout.capacity[index] for index in range(len(look.models))]
         return Decision(tuple(actions), self._weights(look, layout, kept))
 
     def _advice(self, look: Look) -> list[Action]:

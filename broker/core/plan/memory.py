@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
-from broker.core.plan.problem import Block
+from broker.core.plan.problem import Block, Place
 from broker.core.plan.standby import Spares
 from broker.core.plan.tunables import GAIN_MIN, GROW_BY, KV_TOKENS_MIN, ROUNDING_BYTES, SHRINK_BY, START_FACTOR
 from broker.core.pool.describe import seconds_text
@@ -29,7 +29,7 @@ class Memory:
         *,
         routine: bool,
         resizes: bool = True,
-        victims: Mapping[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] | None = None,
+        victims: Mapping[Place, tuple[ReplicaId, ...]] | None = None,
     ) -> None:
         """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with.
         ``victims`` by place of a new block: who leaves for it."""
@@ -40,7 +40,7 @@ class Memory:
         self.evicted: dict[ReplicaId, None] = {}
         """Replicas that take nothing new any more, and whose memory is needed now."""
         self.actions: list[Action] = []
-        self.spares: list[tuple[int, tuple[int, ...]]] = []
+        self.spares: list[Place] = []
         """Places of the spares that are started."""
         sites = look.problem.sites
         devices = look.view.devices
@@ -145,7 +145,7 @@ class Memory:
         known = self._shared_bytes.get(site)
         if known is None:
             layout, needs = self._layout, self._look.problem.needs
-            blocks = [layout.blocks[number] for number in layout.on(site)]
+            blocks = [layout.blocks[number] for number in layout.on[site]]
             least = sum(block.bytes_held or needs[block.need].bytes_min for block in blocks)
             known = self._look.problem.sites[site].memory_bytes - self._held(site) - least
             self._shared_bytes[site] = known
@@ -193,7 +193,7 @@ class Memory:
                 if self._free[site] - fixed < -(-least // record.gpus):
                     self.evicted.update(dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._going))
             return
-        each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of(block.need)))
+        each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of[block.need]))
         grows = self._resizes and look.models[block.need].resizes_kv
         wanted = int(START_FACTOR * each) if grows else record.kv_bytes
         kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))

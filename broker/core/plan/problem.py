@@ -11,6 +11,9 @@ from broker.core.plan.tunables import DEVICE_PRICE, LOAD_PRICE, REPLICA_PRICE, S
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 
+Place = tuple[int, tuple[int, ...]]
+"""Which model, and on which sites, ascending: replicas of the same place are as good as one another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -96,8 +99,8 @@ class Block:
     """What it goes on holding of each of its devices for a while though no layout has it: its requests are not over."""
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
-        """Which model, and where: replicas with the same are as good as one another."""
+    def place(self) -> Place:
+        """Where it is."""
         return (self.need, self.sites)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 
 from broker.core.plan.layout import Layout, Score
-from broker.core.plan.problem import Block, Problem
+from broker.core.plan.problem import Block, Place, Problem
 from broker.core.plan.tunables import GROUPS_MAX, PLACES_MAX, TAKEOVERS_MAX, THRIFT
 
 
@@ -52,7 +52,7 @@ def plan(problem: Problem, *, trials_max: int = 6000, keep: bool = False) -> Pla
 
 def named(layout: Layout) -> tuple[Block, ...]:
     """A layout's blocks, each with the name of a replica that is there already where there is one; those that stay first."""
-    there: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
+    there: dict[Place, list[Block]] = {}
     for block in sorted(layout.problem.placed, key=lambda block: not block.stays):
         there.setdefault(block.place, []).append(block)
     blocks = []
@@ -117,7 +117,7 @@ class Search:
     def _give_first(self, need: int, options: Sequence[_Option]) -> bool:
         """A model that is wanted has one replica where there is room, whatever its class and however little one helps."""
         layout = self.layout
-        if layout.of(need) or not layout.problem.needs[need].replicas_min:
+        if layout.of[need] or not layout.problem.needs[need].replicas_min:
             return False
         for option in options:
             if option.sites and not option.leave and layout.fits(need, option.sites):
@@ -144,7 +144,7 @@ class Search:
         layout = self.layout
         lost = layout.lost()
         won = lost - layout.lost_with(need, sites[0])
-        return self._worth(won, self._load_price(need, sites), 0 if layout.used(sites[0]) else 1)
+        return self._worth(won, self._load_price(need, sites), 0 if layout.on[sites[0]] else 1)
 
     def _load_price(self, need: int, sites: tuple[int, ...]) -> float:
         problem = self.layout.problem
@@ -170,29 +170,29 @@ class Search:
         """Where one more block fits: every place in use, and of the unused ones one of each kind and group."""
         layout = self.layout
         wanted = layout.problem.needs[need]
-        if len(layout.of(need)) >= wanted.replicas_max:
+        if len(layout.of[need]) >= wanted.replicas_max:
             return []
         used: dict[str, list[int]] = {}
         empty: dict[tuple[str, str], list[int]] = {}
         for site, place in enumerate(layout.problem.sites):
             if site not in shut and layout.fits_site(need, site):
-                if layout.used(site):
+                if layout.on[site]:
                     used.setdefault(place.group, []).append(site)
                 elif new_devices:
                     empty.setdefault((place.group, place.kind), []).append(site)
         places = [
             sites
             for model, sites in layout.left()
-            if model == need and all(site not in shut and (new_devices or layout.used(site)) for site in sites)
+            if model == need and all(site not in shut and (new_devices or layout.on[site]) for site in sites)
         ]
         if wanted.gpus == 1:
             firsts: dict[tuple[str, bool], int] = {}
             for (_, kind), sites in empty.items():
                 for site in sites:
-                    first = firsts.setdefault((kind, layout.paid(site)), site)
+                    first = firsts.setdefault((kind, layout.paid[site]), site)
                     smaller = layout.problem.sites[site].memory_bytes < layout.problem.sites[first].memory_bytes
                     if first != site and site != wanted.avoids and (smaller or first == wanted.avoids):
-                        firsts[kind, layout.paid(site)] = site
+                        firsts[kind, layout.paid[site]] = site
             found = [sites for sites in places if layout.fits(need, sites)]
             others = [(site,) for sites in used.values() for site in sites]
             others.extend((site,) for site in firsts.values())
@@ -203,8 +203,8 @@ class Search:
         each = min(GROUPS_MAX, max(1, PLACES_MAX // max(1, len(names)) - 1))
         for group in names:
             fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
-            fresh.sort(key=lambda site: (layout.paid(site), site))
-            members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
+            fresh.sort(key=lambda site: (layout.paid[site], site))
+            members = sorted(used.get(group, []), key=lambda site: (len(layout.on[site]), site)) + fresh
             if len(members) >= wanted.gpus:
                 # Those that are in use come first, so the empty ones by themselves would come last, if at all.
                 if len(fresh) >= wanted.gpus:
@@ -216,20 +216,20 @@ class Search:
         """Neighbours that leave, so that the model's own blocks get more of their devices' time."""
         layout = self.layout
         neighbours: dict[int, None] = {}
-        for number in layout.of(need):
+        for number in layout.of[need]:
             for site in layout.blocks[number].sites:
-                neighbours.update(dict.fromkeys(layout.on(site)))
+                neighbours.update(dict.fromkeys(layout.on[site]))
         options = [_Option((), (number,)) for number in neighbours if self._may_leave(number, need)]
-        for number in layout.of(need):
+        for number in layout.of[need]:
             for site in layout.blocks[number].sites:
-                others = tuple(other for other in layout.on(site) if other != number and self._may_leave(other, need))
+                others = tuple(other for other in layout.on[site] if other != number and self._may_leave(other, need))
                 if len(others) > 1:
                     options.append(_Option((), others))
         return options
 
     def _may_leave(self, number: int, newcomer: int) -> bool:
         block = self.layout.blocks[number]
-        return not block.stays and block.need != newcomer and len(self.layout.of(block.need)) > self._floor(block.need)
+        return not block.stays and block.need != newcomer and len(self.layout.of[block.need]) > self._floor(block.need)
 
     def _floor(self, need: int) -> int:
         """Replicas that a model keeps whoever else lacks."""
@@ -240,7 +240,7 @@ class Search:
         """Places that one block of another model would have to leave, or all on several devices."""
         layout = self.layout
         wanted = layout.problem.needs[need]
-        if len(layout.of(need)) >= wanted.replicas_max:
+        if len(layout.of[need]) >= wanted.replicas_max:
             return []
         if wanted.gpus > 1:
             return self._takeovers_over_several(need, shut)
@@ -263,9 +263,9 @@ class Search:
         for site, place in enumerate(layout.problem.sites):
             if place.group and place.kind in wanted.rates and site not in shut:
                 fits = layout.fits_site(need, site)
-                leave = () if fits else tuple(layout.on(site))
+                leave = () if fits else tuple(layout.on[site])
                 if (fits or leave) and all(self._may_leave(number, need) for number in leave):
-                    carried = math.fsum(layout.carried(number) for number in leave)
+                    carried = math.fsum(layout.carried[number] for number in leave)
                     groups.setdefault(place.group, []).append((carried, site, leave))
         found: list[tuple[float, _Option]] = []
         for members in groups.values():
@@ -285,7 +285,7 @@ class Search:
         """Whether of no model more leave than can be spared."""
         layout = self.layout
         left = Counter(layout.blocks[number].need for number in dict.fromkeys(leave))
-        return all(len(layout.of(owner)) - gone >= self._floor(owner) for owner, gone in left.items())
+        return all(len(layout.of[owner]) - gone >= self._floor(owner) for owner, gone in left.items())
 
     # ----------------------------------------------------------------------------------------------------------- emptying
 
@@ -295,7 +295,7 @@ class Search:
         for site in self.emptiest():
             if self.tired:
                 break
-            if self.layout.used(site) and self.empty(site):
+            if self.layout.on[site] and self.empty(site):
                 emptied.append(site)
         return emptied
 
@@ -304,16 +304,16 @@ class Search:
         layout = self.layout
         order = []
         for site in range(len(layout.problem.sites)):
-            blocks = [layout.blocks[number] for number in layout.on(site)]
+            blocks = [layout.blocks[number] for number in layout.on[site]]
             if blocks and not any(block.stays for block in blocks):
-                carried = math.fsum(layout.carried(number) / len(layout.blocks[number].sites) for number in layout.on(site))
+                carried = math.fsum(layout.carried[number] / len(layout.blocks[number].sites) for number in layout.on[site])
                 order.append((sum(len(block.sites) for block in blocks), carried, site))
         return [site for *_, site in sorted(order)]
 
     def empty(self, site: int, *, moves: bool = True) -> bool:
         """Takes all off a device and lets the rest take over; taken back unless that is better. Without ``moves`` nothing
         new is put elsewhere."""
-        return self.again(list(self.layout.on(site)), new_devices=False, shut=(site,), moves=moves)
+        return self.again(list(self.layout.on[site]), new_devices=False, shut=(site,), moves=moves)
 
     def trim(self, spared: Container[int] = (), first: int = 0) -> int:
         """Takes off what its model and its neighbours can do without, on all sites but those that are ``spared``.
@@ -324,7 +324,7 @@ class Search:
         for number in sorted(layout.blocks, key=lambda number: (number < first, number)):
             block = layout.blocks[number]
             floor = layout.problem.needs[block.need].replicas_min
-            if block.stays or len(layout.of(block.need)) <= floor or any(site in spared for site in block.sites):
+            if block.stays or len(layout.of[block.need]) <= floor or any(site in spared for site in block.sites):
                 continue
             if self.tired:
                 return number
@@ -336,9 +336,9 @@ class Search:
         the ``spared`` sites is touched, and no model loses its last replica. True when that was better, else all is as it
         was."""
         layout = self.layout
-        for number in list(layout.of(need)):
+        for number in list(layout.of[need]):
             sites = layout.blocks[number].sites
-            neighbours = list(dict.fromkeys(other for site in sites for other in layout.on(site) if other != number))
+            neighbours = list(dict.fromkeys(other for site in sites for other in layout.on[site] if other != number))
             if self.tired:
                 return False
             if not neighbours or any(site in spared for other in neighbours for site in layout.blocks[other].sites):
@@ -348,7 +348,7 @@ class Search:
             owners = {layout.blocks[other].need for other in neighbours}
             mark = layout.mark()
             if self.again(neighbours, shut=sites):
-                if all(len(layout.of(owner)) >= self._floor(owner) for owner in owners):
+                if all(len(layout.of[owner]) >= self._floor(owner) for owner in owners):
                     return True
                 layout.rollback(mark)
         return False
@@ -362,7 +362,7 @@ class Search:
         while better and not self.tired:
             better = False
             for site in range(len(layout.problem.sites)):
-                leavers = [number for number in layout.on(site) if not layout.blocks[number].stays]
+                leavers = [number for number in layout.on[site] if not layout.blocks[number].stays]
                 groups = [leavers, *([number] for number in leavers)] if len(leavers) > 1 else [leavers]
                 for group in groups:
                     there = [number for number in group if number in layout.blocks]

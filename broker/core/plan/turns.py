@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from broker.core.plan import tunables as t
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look
-from broker.core.plan.problem import Block, Need
+from broker.core.plan.problem import Block, Need, Place
 from subjects.ids import ReplicaId
 
 
@@ -84,14 +84,14 @@ class Turns:
         found = [
             (-need.wait_s, need.model, index)
             for index, need in enumerate(needs)
-            if need.wait_s >= t.TURN_S and not self.layout.of(index) and need.replicas_max > 0 and not need.fails
+            if need.wait_s >= t.TURN_S and not self.layout.of[index] and need.replicas_max > 0 and not need.fails
         ]
         return [index for *_, index in sorted(found)]
 
     def claim(self, overdue: Iterable[int]) -> None:
         """Keeps the devices that they are nearest to from those that have waited less."""
         for index in overdue:
-            if not self.layout.of(index):
+            if not self.layout.of[index]:
                 self.claims[index] = self._nearest(index)
 
     def claimed(self, but: int = -1) -> list[int]:
@@ -100,7 +100,7 @@ class Turns:
 
     def _bid(self, index: int, need: Need) -> float:
         """What one more place is worth to a model, in devices; 0: it has what it needs, or may not have more."""
-        count = len(self.layout.of(index))
+        count = len(self.layout.of[index])
         if count >= need.replicas_max or (need.idle_s > 0 and count >= max(need.floor, need.replicas_min)):
             return 0.0
         if count == 0:
@@ -114,7 +114,7 @@ class Turns:
     def _sellers(self) -> dict[int, list[_Seller]]:
         """By site those that could leave it, the cheapest first."""
         look, layout = self.look, self.layout
-        placed: dict[tuple[int, tuple[int, ...]], Block] = {block.place: block for block in look.problem.placed}
+        placed: dict[Place, Block] = {block.place: block for block in look.problem.placed}
         found: dict[int, list[_Seller]] = {}
         for number in sorted(layout.blocks):
             block = layout.blocks[number]
@@ -122,7 +122,7 @@ class Turns:
             if there is None or there.replica is None or there.stays:
                 continue
             need = look.problem.needs[block.need]
-            count = len(layout.of(block.need))
+            count = len(layout.of[block.need])
             last = count == 1
             if need.idle_s > 0:
                 price = t.IDLE_PRICE / (1.0 + need.idle_s / t.IDLE_HALF_S)
@@ -148,7 +148,7 @@ class Turns:
         if seller.idle_s > 0:
             return True
         # A busy model gives its last place only to one that waits and has none.
-        return not self.layout.of(index) and (not seller.last or need.wait_s > 0)
+        return not self.layout.of[index] and (not seller.last or need.wait_s > 0)
 
     # ------------------------------------------------------------------------------------------------------------- buying
 
@@ -158,14 +158,14 @@ class Turns:
         claimed = set(self.claimed(index)) if need.wait_s < t.TURN_S else ()
         # Who has replicas gets places of idle models only, and in a large busy pool they are few.
         idle = [site for site, there in sellers.items() if any(seller.idle_s > 0 for seller in there)]
-        for site in sorted(idle) if self.layout.of(index) else range(len(self.look.problem.sites)):
+        for site in sorted(idle) if self.layout.of[index] else range(len(self.look.problem.sites)):
             place = self.look.problem.sites[site]
             if place.kind not in need.rates or site in claimed:
                 continue
             if site == need.avoids and len(self.look.problem.sites) > 1:
                 continue
             there = sellers.get(site, [])
-            if self.layout.free_bytes(site) + sum([seller.bytes_each for seller in there]) < need.bytes_min:
+            if self.layout.free_bytes[site] + sum([seller.bytes_each for seller in there]) < need.bytes_min:
                 continue
             offer = self._offer(index, need, site, there)
             if offer is not None:
@@ -181,7 +181,7 @@ class Turns:
             price = sum(seller.price for seller in leave) + self._load_price(need)
             sites = tuple(sorted(site for _, site, _ in chosen))
             if (
-                (leave or not self.layout.of(index))
+                (leave or not self.layout.of[index])
                 and price < bid
                 and self._floors_hold(leave)
                 and (best is None or (price, sites) < best[:2])
@@ -216,9 +216,9 @@ class Turns:
     def _fits(self, need: Need, index: int, site: int, gone: Sequence[_Seller]) -> bool:
         layout, place = self.layout, self.look.problem.sites[site]
         numbers = {seller.number for seller in gone}
-        if layout.free_bytes(site) + sum(seller.bytes_each for seller in gone) < need.bytes_min:
+        if layout.free_bytes[site] + sum(seller.bytes_each for seller in gone) < need.bytes_min:
             return False
-        rest = [layout.blocks[number].need for number in layout.on(site) if number not in numbers]
+        rest = [layout.blocks[number].need for number in layout.on[site] if number not in numbers]
         if len(rest) >= place.residents_max or index in rest:
             return False
         others = [self.look.problem.needs[other] for other in rest]
@@ -230,7 +230,7 @@ class Turns:
         for owner in dict.fromkeys(seller.need for seller in leave):
             going = [seller for seller in leave if seller.need == owner]
             least = needs[owner].floor or (0 if any(seller.last for seller in going) or needs[owner].idle_s > 0 else 1)
-            if len(layout.of(owner)) - len(going) < least:
+            if len(layout.of[owner]) - len(going) < least:
                 return False
         return True
 
@@ -243,7 +243,7 @@ class Turns:
                 continue
             stays = sum(
                 layout.blocks[number].bytes_held or self.look.problem.needs[layout.blocks[number].need].bytes_min
-                for number in layout.on(site)
+                for number in layout.on[site]
                 if layout.blocks[number].stays
             )
             if stays + need.bytes_min <= place.memory_bytes:
