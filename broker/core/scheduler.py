@@ -76,7 +76,6 @@ class SchedulerCore:
         self.next_wake_s = 0.0
         self._leads_since_s = 0.0
         self._listening = True
-        self._unix_offset_s = 0.0
         self._unfinished: tuple[m.JournalEntry, ...] = ()
         self._undecided = False
         self._gathers_until_s = -math.inf
@@ -88,11 +87,6 @@ class SchedulerCore:
         self._starved = False
         """Whether a model without any replica waited at the last decision: what happens then is news for the policy."""
         self._seen = (0, 0)
-
-    @property
-    def epoch_seen_max(self) -> int:
-        """The highest epoch that any worker has reported; a new leader's epoch must be above it."""
-        return self.pool.epoch_seen_max
 
     @property
     def leads(self) -> bool:
@@ -154,22 +148,18 @@ class SchedulerCore:
             case ev.LeadershipGained():
                 self.epoch = event.epoch
                 self.transactions.lead(event.epoch)
-                self.outcomes.lead(True)
                 self._leads_since_s = now_s
                 self._listening = True
                 self.pool.take_flow()
             case ev.LeadershipLost():
                 self.epoch = None
-                self.outcomes.lead(False)
                 self._unfinished = ()
                 self.transactions.lead(0)
             case ev.BusRoundTripMade():
                 self.pool.round_trip(now_s)
                 decide = False
             case ev.Ticked():
-                self._unix_offset_s = event.unix_s - now_s
-                self.transactions.orders.unix_offset_s = self.outcomes.unix_offset_s = self._unix_offset_s
-                self.views.unix_offset_s = self.costs.unix_offset_s = self._unix_offset_s
+                self.transactions.orders.unix_offset_s = self.costs.unix_offset_s = event.unix_s - now_s
                 self._tick(now_s)
             case _:
                 assert_never(event)
@@ -208,12 +198,11 @@ class SchedulerCore:
             lost = [replica.replica for replica in self.pool.replicas_of(worker.worker)]
             text = f"worker {worker.worker} is silent and counts as dead, with {len(lost)} replicas"
             evidence = {"replicas": " ".join(lost), "silence": f"{self.settings.dead_s:g} s or more"}
-            self.outcomes.alert(
-                now_s, m.Severity.CRITICAL, "worker-dead", worker.worker, text, evidence, "carpool get devices"
-            )
+            remedy = "carpool get devices"
+            self.outcomes.alert(now_s, m.Severity.CRITICAL, "worker-dead", worker.worker, text, remedy, **evidence)
         if self.pool.mass_silence:
             text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
-            self.outcomes.alert(now_s, m.Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool get devices")
+            self.outcomes.alert(now_s, m.Severity.CRITICAL, "mass-silence", "pool", text, "carpool get devices")
         if self.leads:
             self.transactions.tick(now_s, self._out)
 
@@ -223,11 +212,10 @@ class SchedulerCore:
             self.transactions.replica_seen(now_s, replica)
         for replica in changes.changed:
             ours = self.transactions.replica_seen(now_s, replica)
-            if ours or replica.report.state is not m.ReplicaState.FAILED:
-                continue
-            if replica.replica in self.pool.leaving:
+            failed = not ours and replica.report.state is m.ReplicaState.FAILED
+            if failed and replica.replica in self.pool.leaving:
                 self.pool.declare_dead(replica.replica)  # It did not survive its drain; its requests go on elsewhere.
-            else:
+            elif failed:
                 self.outcomes.lost(now_s, replica, replica.report.failure)
         for replica in changes.ended:
             self.transactions.replica_seen(now_s, replica)
@@ -246,7 +234,7 @@ class SchedulerCore:
             kind, text = "kv-degraded", f"the KV node of {worker} does without something: {kv.note}"
         else:
             kind, text = "kv-node-down", f"the KV node of {worker} does not run ({kv.note}): its replicas compute everything"
-        self.outcomes.alert(now_s, m.Severity.WARNING, kind, worker, text, {}, "carpool get kv")
+        self.outcomes.alert(now_s, m.Severity.WARNING, kind, worker, text, "carpool get kv")
 
     def _answered(self, now_s: float, event: ev.CommandAnswered) -> None:
         self.pool.epoch_seen_max = max(self.pool.epoch_seen_max, event.reply.epoch_seen)
@@ -292,7 +280,7 @@ class SchedulerCore:
             remedy = f"carpool profile {record.name}" if given else "carpool get costs"
             self.digests.note(now_s, "costs", record.name, f"{text}; {'its file gives them' if given else 'measured again'}")
             evidence = {"ratio": f"{account.ratio:.3f}", "steps": str(account.steps)}
-            self.outcomes.alert(now_s, m.Severity.WARNING, "costs-deviate", record.name, text, evidence, remedy)
+            self.outcomes.alert(now_s, m.Severity.WARNING, "costs-deviate", record.name, text, remedy, **evidence)
 
     def _unload_requested(self, now_s: float, name: str) -> None:
         record = self.catalogue.records.get(name)
@@ -300,9 +288,8 @@ class SchedulerCore:
             return
         self.catalogue.model(record.deployment).held_down = True
         for replica in sorted(self.pool.replicas_for(record.deployment), key=lambda r: r.replica):
-            if replica.dead:
-                continue
-            self.actions.retire(now_s, replica, "asked for by a person")
+            if not replica.dead:
+                self.actions.retire(now_s, replica, "asked for by a person")
 
     def _drain_requested(self, now_s: float, event: ev.DrainRequested) -> None:
         replica = self.pool.replicas.get(event.replica)
@@ -376,15 +363,9 @@ class SchedulerCore:
 
     def _policy_failed(self, now_s: float, error: Exception) -> None:
         """A policy's mistake costs its decision, not the scheduler: what serves goes on, and people are told."""
-        self.outcomes.alert(
-            now_s,
-            m.Severity.CRITICAL,
-            "policy-failed",
-            "scheduler",
-            f"no decision for the pool: {place_of(error)}",
-            {"error": place_of(error)},
-            "look for a model with absurd costs among those applied last (carpool get models)",
-        )
+        text = f"no decision for the pool: {place_of(error)}"
+        remedy = "look for a model with absurd costs among those applied last (carpool get models)"
+        self.outcomes.alert(now_s, m.Severity.CRITICAL, "policy-failed", "scheduler", text, remedy, error=place_of(error))
 
     def _drop_unwanted(self, now_s: float) -> None:
         """A newcomer that still waits for its device is not loaded once nobody applies its model any more."""
@@ -434,8 +415,9 @@ class SchedulerCore:
             outlooks[record.name] = (record, outlook)
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
-                self.outcomes.alert(now_s, m.Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices")
+                self.outcomes.alert(now_s, m.Severity.WARNING, "cannot-fit", record.name, text, "carpool get devices")
         if now_s >= self._measures_due_s:
             self._measures_due_s = now_s + MEASURES_EVERY_S
             self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_deployment())
-        self._out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))
+        unix_offset_s = self.transactions.orders.unix_offset_s
+        self._out.append(self.digests.build(now_s, self.epoch, unix_offset_s, outlooks))

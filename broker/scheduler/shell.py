@@ -95,7 +95,7 @@ class Scheduler:
         self.lease = LeaseKeeper(
             bus,
             self.scheduler,
-            epoch_seen=lambda: self.core.epoch_seen_max,
+            epoch_seen=lambda: self.core.pool.epoch_seen_max,
             on_gained=self._gained,
             on_lost=lambda _reason: self._step(ev.LeadershipLost()),
         )

@@ -34,8 +34,6 @@ class ViewBuilder:
     _replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = field(default_factory=dict)
     _seen_devices: dict[DeviceKey, tuple[Room, DeviceReport, int, DeviceView]] = field(default_factory=dict)
     """As of these and of so much news in the catalogue."""
-    unix_offset_s: float = 0.0
-    """Added to the scheduler's clock it gives wall-clock time."""
     _events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
     """As of so much news in the catalogue."""
 
@@ -58,7 +56,7 @@ class ViewBuilder:
             models=models,
             devices=self._devices(),
             models_per_device_max=self._settings.models_per_device_max or sys.maxsize,
-            unix_offset_s=self.unix_offset_s,
+            unix_offset_s=self._transactions.orders.unix_offset_s,
             events=self._expected(),
         )
 
