@@ -128,8 +128,7 @@ class Actions:
         newcomer = pool.replicas.get(resumption.newcomer) if resumption.newcomer is not None else None
         if began.record is not None and newcomer is None:
             known = [device for device in (pool.device(began.worker, key) for key in began.devices) if device is not None]
-            refusal = self._feasibility.cannot_span(began.record, known)
-            if refusal:
+            if refusal := self._feasibility.cannot_span(began.record, known):
                 return refusal
             for device in known:
                 if self._feasibility.block_bytes(device, there) < began.record.budget_bytes:
@@ -156,12 +155,8 @@ class Actions:
 
     def carry_out(self, now_s: float, actions: Sequence[Action]) -> None:
         """Begins what is possible of a decision, in its order."""
-        dropped = []
-        for action in actions:
-            refusal = self._carry_out(now_s, action)
-            if refusal:
-                dropped.append((action, refusal))
-        self.dropped = tuple(dropped)
+        carried = [(action, self._carry_out(now_s, action)) for action in actions]
+        self.dropped = tuple((action, refusal) for action, refusal in carried if refusal)
 
     def _carry_out(self, now_s: float, action: Action) -> str:
         match action:
@@ -178,8 +173,7 @@ class Actions:
 
     def _start(self, now_s: float, action: StartReplica) -> str:
         pool, catalogue = self._pool, self._catalogue
-        record = catalogue.of_deployment(action.deployment)
-        if record is None:
+        if (record := catalogue.of_deployment(action.deployment)) is None:
             return "nobody applied that model"
         model = catalogue.model(record.deployment)
         if catalogue.locked(record.deployment):
@@ -197,14 +191,12 @@ class Actions:
         known = [device for device in devices if device is not None]
         if len(known) < len(devices):
             return "one of the devices is not known"
-        refusal = self._feasibility.cannot_span(record, known) or self._victims_refusal(action, known)
-        if refusal:
+        if refusal := self._feasibility.cannot_span(record, known) or self._victims_refusal(action, known):
             return refusal
         if not record.max_num_seqs:
             record = msgspec.structs.replace(record, max_num_seqs=sequences(record, known[0].report.kind))
         victims = [pool.replicas[victim] for victim in action.victims]
-        refusal = self._feasibility.room_refusal(record, known, victims)
-        if refusal:
+        if refusal := self._feasibility.room_refusal(record, known, victims):
             return refusal
         held_back = [
             catalogue.name(deployment)
@@ -227,16 +219,14 @@ class Actions:
             replica = self._pool.replicas.get(victim)
             if replica is None or not any((replica.worker, device) in keys for device in replica.devices):
                 return f"{victim} is not on those devices"
-            refusal = self._feasibility.leave_refusal(replica)
-            if refusal:
+            if refusal := self._feasibility.leave_refusal(replica):
                 return refusal
         if len(set(action.victims)) < len(action.victims):
             return "a victim is named twice"
         return self._feasibility.minimum_refusal([self._pool.replicas[victim] for victim in action.victims])
 
     def _stop(self, now_s: float, action: StopReplica) -> str:
-        replica = self._pool.replicas.get(action.replica)
-        if replica is None:
+        if (replica := self._pool.replicas.get(action.replica)) is None:
             return self._take_back(now_s, str(action.replica), action.reason)
         name = self._catalogue.name(replica.report.deployment)
         coming = replica.report.state in COMING and not replica.dead and replica.replica not in self._pool.leaving
@@ -255,13 +245,11 @@ class Actions:
         return ""
 
     def _take_back(self, now_s: float, replica_name: str, reason: str) -> str:
-        transaction = self._transactions.loading(replica_name)
-        if transaction is None:
+        if (transaction := self._transactions.loading(replica_name)) is None:
             return f"{replica_name} is not there"
         if transaction.record is not None and self._catalogue.mode(transaction.record.deployment) is not Mode.ACT:
             return f"the mode of {transaction.record.name} keeps it"
-        retirement = self._transactions.cancel(now_s, transaction, reason, self._out)
-        if retirement is None:
+        if (retirement := self._transactions.cancel(now_s, transaction, reason, self._out)) is None:
             return f"{replica_name} cannot be taken back now: others are leaving for it, or its load is being begun"
         if retirement is not transaction:
             (victim,) = retirement.victims
@@ -273,8 +261,7 @@ class Actions:
         refusal = self._may_not_change(replica)
         if replica is None or refusal:
             return refusal
-        record = self._catalogue.of_deployment(replica.report.deployment)
-        if record is None:
+        if (record := self._catalogue.of_deployment(replica.report.deployment)) is None:
             return "nobody applied that model"
         if not replica.report.resizes_kv:
             return f"the engine of {replica.replica} cannot change its KV while it runs"

@@ -283,8 +283,7 @@ class SchedulerCore:
             self.outcomes.alert(now_s, m.Severity.WARNING, "costs-deviate", record.name, text, remedy, **evidence)
 
     def _unload_requested(self, now_s: float, name: str) -> None:
-        record = self.catalogue.records.get(name)
-        if record is None or not self.leads:
+        if (record := self.catalogue.records.get(name)) is None or not self.leads:
             return
         self.catalogue.model(record.deployment).held_down = True
         for replica in sorted(self.pool.replicas_for(record.deployment), key=lambda r: r.replica):
@@ -292,8 +291,7 @@ class SchedulerCore:
                 self.actions.retire(now_s, replica, "asked for by a person")
 
     def _drain_requested(self, now_s: float, event: ev.DrainRequested) -> None:
-        replica = self.pool.replicas.get(event.replica)
-        if replica is not None and self.leads:
+        if (replica := self.pool.replicas.get(event.replica)) is not None and self.leads:
             drain_s = 0.0 if event.interrupt else event.bound_s
             self.actions.retire(now_s, replica, "drained by a person", drain_s=drain_s)
 

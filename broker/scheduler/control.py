@@ -132,8 +132,7 @@ class Control:
             record = self._people.model(what)
             explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
             return {"explains": "model", **msgspec.to_builtins(explained)}
-        transaction = self._transactions.find(what)
-        if transaction is not None:
+        if (transaction := self._transactions.find(what)) is not None:
             steps = explain_transaction(self._core, transaction, now_s, unix_s)
             return {"explains": "transaction", **msgspec.to_builtins(steps)}
         replica = self._core.pool.replicas.get(ReplicaId(what))
@@ -231,7 +230,7 @@ class Control:
             "random weights" if record.random_weights else "",
             *self._refusal(record),
         ]
-        return "; ".join(note for note in notes if note)
+        return "; ".join(filter(None, notes))
 
     def _refusal(self, record: ModelRecord) -> list[str]:
         """Why requests are refused, if they are; and what the last load said, which clients are not told."""
@@ -289,7 +288,7 @@ class Control:
     def _device_note(self, device: Device, use: str) -> str:
         pool, key = self._core.pool, device.key
         notes = [use, "drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
-        return "; ".join(note for note in notes if note)
+        return "; ".join(filter(None, notes))
 
     def _queues(self) -> list[Row]:
         core, now_s = self._core, self.now_s()

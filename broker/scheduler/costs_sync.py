@@ -64,8 +64,7 @@ class CostsSync(BucketSync):
                 await asyncio.sleep(RETRY_S)
 
     def _changed(self, key: str, entry: KvEntry | None) -> None:
-        kept = _decoded(entry) if entry is not None else None
-        if kept is not None:
+        if (kept := _decoded(entry) if entry is not None else None) is not None:
             self.on_kept((kept,))
             self._tasks.spawn(self._mirror(self._registry.put_costs, costs_key(kept), kept))
 

@@ -125,7 +125,7 @@ def explain_model(
         why=tuple(_why(core, record, refusal, actions)),
         costs=tuple(_costs(core, record)),
         waits_for=tuple(_waits_for(core, record, now_s)),
-        would_change=tuple(_would_change(core, record, demand, replicas, now_s)),
+        would_change=tuple(_would_change(core, record, demand, replicas)),
         actions=tuple(actions[:ACTIONS_MAX]),
         transactions=tuple(
             explain_transaction(core, one, now_s, unix_s)
@@ -182,22 +182,17 @@ def _held_by(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> st
 def _why(core: SchedulerCore, record: m.ModelRecord, refusal: str, actions: Sequence[m.TimelineEntry]) -> list[str]:
     catalogue = core.catalogue
     model = catalogue.model(record.deployment)
-    lines: list[str] = []
-    note = core.notes.get(record.deployment)
-    if note:
-        lines.append(f"{core.policy.name}: {note}")
-    if refusal:
-        lines.append(f"requests are refused: {refusal}")
-    if catalogue.locked(record.deployment):
-        lines.append("a person locked it: nothing automatic starts, stops or changes its replicas")
-    if catalogue.mode(record.deployment) is not m.Mode.ACT:
-        lines.append(f"its mode is {catalogue.mode(record.deployment).value}: the policy's decisions are not carried out")
-    if catalogue.pinned(record):
-        lines.append("it is pinned: nothing evicts it")
-    if model.held_down:
-        lines.append("a person unloaded it, and nobody has asked for it since")
-    if model.failures:
-        lines.append(f"its last load failed: {model.failure}")
+    note, mode = core.notes.get(record.deployment), catalogue.mode(record.deployment)
+    facts = (
+        (note, f"{core.policy.name}: {note}"),
+        (refusal, f"requests are refused: {refusal}"),
+        (catalogue.locked(record.deployment), "a person locked it: nothing automatic starts, stops or changes its replicas"),
+        (mode is not m.Mode.ACT, f"its mode is {mode.value}: the policy's decisions are not carried out"),
+        (catalogue.pinned(record), "it is pinned: nothing evicts it"),
+        (model.held_down, "a person unloaded it, and nobody has asked for it since"),
+        (model.failures, f"its last load failed: {model.failure}"),
+    )
+    lines = [text for holds, text in facts if holds]
     # What it has comes from loads and unloads; between them its replicas are trimmed often.
     placed = next((entry for entry in actions if entry.action not in _TRIMS and entry.reason), None)
     trimmed = next((entry for entry in actions if entry.action in _TRIMS and entry.reason), None)
@@ -205,9 +200,7 @@ def _why(core: SchedulerCore, record: m.ModelRecord, refusal: str, actions: Sequ
         if decided is not None:
             outcome = decided.outcome or "under way"
             lines.append(f"{what}: {decided.action} on {decided.device or 'no device'}: {decided.reason} ({outcome})")
-    if not lines:
-        lines.append("nothing was decided about it yet")
-    return lines
+    return lines or ["nothing was decided about it yet"]
 
 
 def _costs(core: SchedulerCore, record: m.ModelRecord) -> Iterator[str]:
@@ -219,18 +212,16 @@ def _costs(core: SchedulerCore, record: m.ModelRecord) -> Iterator[str]:
         yield f"on {row.device_type or 'the devices here'} {source}{error}{wrong}"
 
 
-def _waits_for(core: SchedulerCore, record: m.ModelRecord, now_s: float) -> list[str]:
-    lines = []
+def _waits_for(core: SchedulerCore, record: m.ModelRecord, now_s: float) -> Iterator[str]:
     for transaction in core.transactions.running.values():
         comes = transaction.record is not None and transaction.record.deployment == record.deployment
         goes = any(victim.deployment == record.deployment and not victim.gone for victim in transaction.victims.values())
         asks = transaction.kv is not None and transaction.kv.kv_signature == record.kv_signature
         if comes or goes or asks:
-            lines.append(f"{transaction.name}: {stage_text(transaction, now_s)}")
+            yield f"{transaction.name}: {stage_text(transaction, now_s)}"
     model = core.catalogue.model(record.deployment)
     if model.retry_s > now_s:
-        lines.append(f"no load before {seconds_text(model.retry_s - now_s)} have passed, after {model.failures} failed")
-    return lines
+        yield f"no load before {seconds_text(model.retry_s - now_s)} have passed, after {model.failures} failed"
 
 
 def stage_text(transaction: Transaction, now_s: float) -> str:
@@ -251,35 +242,29 @@ def stage_text(transaction: Transaction, now_s: float) -> str:
             return "over"
 
 
-def _would_change(
-    core: SchedulerCore, record: m.ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
-) -> list[str]:
-    catalogue = core.catalogue
-    model = catalogue.model(record.deployment)
-    mode = catalogue.mode(record.deployment)
-    lines: list[str] = []
-    if catalogue.locked(record.deployment):
-        lines.append(f"`carpool unlock {record.name}`: the scheduler decides about it again")
-    if mode is not m.Mode.ACT:
-        lines.append(f"`carpool mode {record.name} act`: what the policy decides is carried out")
-    if catalogue.pinned(record):
-        lines.append(f"`carpool unpin {record.name}`: others may take its room")
-    lines.extend(
-        f"`carpool unlock --device {device}`: that device takes part again" for device in _closed_devices(core, replicas)
-    )
-    if model.failures:
-        lines.append(f"`carpool apply` of a corrected service: its {model.failures} failed loads are forgotten")
+def _would_change(core: SchedulerCore, record: m.ModelRecord, demand: Demand, replicas: Sequence[Replica]) -> Iterator[str]:
+    catalogue, name = core.catalogue, record.name
+    failures = catalogue.model(record.deployment).failures
+    locked, pinned = catalogue.locked(record.deployment), catalogue.pinned(record)
+    if locked:
+        yield f"`carpool unlock {name}`: the scheduler decides about it again"
+    if catalogue.mode(record.deployment) is not m.Mode.ACT:
+        yield f"`carpool mode {name} act`: what the policy decides is carried out"
+    if pinned:
+        yield f"`carpool unpin {name}`: others may take its room"
+    for device in _closed_devices(core, replicas):
+        yield f"`carpool unlock --device {device}`: that device takes part again"
+    if failures:
+        yield f"`carpool apply` of a corrected service: its {failures} failed loads are forgotten"
     serving = [replica for replica in replicas if replica.replica not in core.pool.leaving]
-    if not serving and not catalogue.locked(record.deployment):
-        lines.append(_what_a_request_does(core, record))
+    if not serving and not locked:
+        yield _what_a_request_does(core, record)
     elif demand.waiting and len(serving) >= record.max_replicas:
-        lines.append(f"a higher max_replicas: it has {len(serving)} of at most {record.max_replicas}")
-    held = record.min_replicas or catalogue.pinned(record) or catalogue.locked(record.deployment)
-    if serving and not held and not demand.any:
-        lines.append("requests for models that lack room: it is idle, so it leaves before busy ones")
+        yield f"a higher max_replicas: it has {len(serving)} of at most {record.max_replicas}"
+    if serving and not (record.min_replicas or pinned or locked) and not demand.any:
+        yield "requests for models that lack room: it is idle, so it leaves before busy ones"
         if record.keep_s is not None:
-            lines.append(f"{record.keep_s:g} s without a request: it is unloaded")
-    return lines
+            yield f"{record.keep_s:g} s without a request: it is unloaded"
 
 
 def _what_a_request_does(core: SchedulerCore, record: m.ModelRecord) -> str:
@@ -311,8 +296,7 @@ def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[st
 def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s: float) -> TransactionExplained:
     """A transaction with its steps and their times."""
     began = one.began
-    ended_unix_s = one.ended_unix_s
-    if ended_unix_s is not None:
+    if (ended_unix_s := one.ended_unix_s) is not None:
         outcome = f"failed: {one.failure}" if one.failure else "done"
     else:
         running = next((t for t in core.transactions.running.values() if one.name == t.name), None)

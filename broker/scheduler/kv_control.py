@@ -16,7 +16,7 @@ from broker.scheduler.operator_verbs import People
 from broker.scheduler.verbs import EvictKvOf, MigrateKvOf, Row, Verbs
 from subjects.errors import ConfigError
 from subjects.ids import ReplicaId, WorkerId, base_name
-from subjects.messages import KvModelReport, KvOrder, KvReport, KvTier, KvTierReport, ModelRecord
+from subjects.messages import KvOrder, KvReport, KvTier, KvTierReport, ModelRecord
 
 EVICT_S = 60.0
 """How long a node may take to drop what it was told to."""
@@ -98,8 +98,7 @@ class KvControl:
         if len(matches) > 1:
             ids = ", ".join(sorted(worker.worker for worker in matches))
             raise ConfigError(f"{what}: several workers are named {name!r}; give one of {ids}")
-        report = _report(matches[0])
-        if report is None:
+        if (report := _report(matches[0])) is None:
             raise ConfigError(f"{what}: worker {name!r} keeps no KV outside its engines (it was started with --no-kv)")
         if not report.running:
             raise ConfigError(f"{what}: the KV node of {name!r} does not run ({report.note}); try again in a moment")
@@ -114,8 +113,7 @@ class KvControl:
             names.setdefault(record.kv_signature, record.name)
         rows: list[Row] = []
         for worker in sorted(self._core.pool.workers.values(), key=lambda one: one.worker):
-            report = _report(worker)
-            if report is None or worker.presence is Presence.DEAD:
+            if (report := _report(worker)) is None or worker.presence is Presence.DEAD:
                 continue
             tiers = report.tiers or (KvTierReport(tier=KvTier.HOST),)
             rows += [_row(worker, report, tier, names) for tier in tiers]
@@ -128,10 +126,12 @@ def _report(worker: Worker) -> KvReport | None:
 
 def _row(worker: Worker, report: KvReport, tier: KvTierReport, names: dict[str, str]) -> Row:
     host = tier.tier is KvTier.HOST
+    held = [
+        (one, *((one.host_blocks, one.host_bytes) if host else (one.disk_blocks, one.disk_bytes))) for one in report.models
+    ]
     models = [
         {"model": names.get(model.kv_signature, model.kv_signature), "blocks": blocks, "bytes": used_bytes}
-        for model in report.models
-        for blocks, used_bytes in (_held(model, host=host),)
+        for model, blocks, used_bytes in held
         if blocks
     ]
     asked = report.hits + report.misses
@@ -154,7 +154,3 @@ def _row(worker: Worker, report: KvReport, tier: KvTierReport, names: dict[str, 
         "address": report.address if first else "",
         "note": report.note if report.running else f"does not run: {report.note}",
     }
-
-
-def _held(model: KvModelReport, *, host: bool) -> tuple[int, int]:
-    return (model.host_blocks, model.host_bytes) if host else (model.disk_blocks, model.disk_bytes)

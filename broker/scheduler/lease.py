@@ -103,8 +103,7 @@ class LeaseKeeper:
             self._revision = await self._bus.kv_put(LEADER_BUCKET, KEY, value, expected_revision=self._revision)
         except WrongRevision:
             # It may be our own write whose answer got lost.
-            entry = await self._bus.kv_get(LEADER_BUCKET, KEY)
-            if entry is None:
+            if (entry := await self._bus.kv_get(LEADER_BUCKET, KEY)) is None:
                 self.give_up("the lease is gone from the bus")
                 return
             if _lease(entry.value).holder != self._holder:

@@ -173,17 +173,16 @@ class People:
 
     def _pruned(self, known: Overrides) -> Overrides:
         """Without locks of replicas that are gone for long (an incarnation is never reused), and without past events."""
+        unix_s, replicas = self.unix_s(), self._core.pool.replicas
         over = [
             (entry.kind.value, entry.about)
             for entry in known.entries
-            if entry.kind is OverrideKind.REPLICA_LOCK
-            and ReplicaId(entry.about) not in self._core.pool.replicas
-            and self.unix_s() - entry.at_unix_s > REPLICA_LOCK_KEPT_S
-        ]
-        over += [
-            (entry.kind.value, entry.about)
-            for entry in known.entries
-            if entry.load is not None and self.unix_s() - entry.load.end_unix_s > EVENT_KEPT_S
+            if (
+                entry.kind is OverrideKind.REPLICA_LOCK
+                and ReplicaId(entry.about) not in replicas
+                and unix_s - entry.at_unix_s > REPLICA_LOCK_KEPT_S
+            )
+            or (entry.load is not None and unix_s - entry.load.end_unix_s > EVENT_KEPT_S)
         ]
         return without(known, over)
 
@@ -196,8 +195,7 @@ class People:
             ConfigError: nobody applied it.
         """
         records = self._registry.records
-        record = records.get(name)
-        if record is None:
+        if (record := records.get(name)) is None:
             record = next((records[one] for one in sorted(records) if name in records[one].aliases), None)
         if record is None and (base := adapter_base(records, name)) is not None:
             raise ConfigError(

@@ -247,8 +247,7 @@ def replay(path: Path, make_policy: Callable[[str], Policy]) -> Replay:
                     core = SchedulerCore(record.settings, make_policy(record.policy))
                 elif core is not None:
                     step += 1
-                    difference = _replay_step(found, core, record, step)
-                    if difference is not None:
+                    if (difference := _replay_step(found, core, record, step)) is not None:
                         found.differences.append(difference)
                         core = None
     except OSError as error:

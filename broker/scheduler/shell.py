@@ -315,8 +315,7 @@ class Scheduler:
             return None
 
     def _on_beat(self, message: BusMessage) -> None:
-        beat = self._decoded(message, m.WorkerBeat)
-        if beat is not None:
+        if (beat := self._decoded(message, m.WorkerBeat)) is not None:
             self._step(ev.BeatSeen(beat.worker, beat.epoch_seen))
 
     def _on_snapshot(self, message: BusMessage) -> None:
@@ -326,8 +325,7 @@ class Scheduler:
         self._step(ev.WorkerReported(told_by_worker(snapshot, self.core.catalogue)))
 
     def _on_ingress(self, message: BusMessage) -> None:
-        telemetry = self._decoded(message, m.IngressTelemetry)
-        if telemetry is not None:
+        if (telemetry := self._decoded(message, m.IngressTelemetry)) is not None:
             telemetry = told_by_gateway(telemetry, self.core.catalogue)
             self._twu.hear(telemetry)
             self._step(ev.IngressReported(telemetry))
@@ -344,8 +342,7 @@ class Scheduler:
 
     async def _answer_control(self, message: BusMessage) -> None:
         verb = message.subject.rpartition(".")[2]
-        request = self._decoded(message, m.ControlRequest)
-        if request is None:
+        if (request := self._decoded(message, m.ControlRequest)) is None:
             reply = m.ControlReply(error="the request is not a m.ControlRequest")
         else:
             reply = await self.control.answer(verb, request)
@@ -358,8 +355,7 @@ class Scheduler:
         while True:
             await self._digest_changed.wait()
             self._digest_changed.clear()
-            digest = self._digest
-            if digest is None:
+            if (digest := self._digest) is None:
                 continue
             payload = encode(digest.digest)
             with contextlib.suppress(BusError):

@@ -62,8 +62,7 @@ class DeviceTwu:
 
     def of(self, device: Device) -> tuple[float | None, str]:
         """A device's TWU and a word on it; None without a calibration."""
-        levels = self._levels()
-        if levels is None or levels.baseline_tokens_per_s <= 0.0:
+        if (levels := self._levels()) is None or levels.baseline_tokens_per_s <= 0.0:
             return None, ""
         pool, now_s = self._core.pool, self._now_s()
         total = 0.0

@@ -161,8 +161,7 @@ class Coordinator:
         pairs = []
         for model in view.models.values():
             for kind in kinds:
-                costs = model.record.costs.get(kind)
-                if costs is not None:
+                if (costs := model.record.costs.get(kind)) is not None:
                     pairs.append((model, costs))
                     break
         return pairs
@@ -294,16 +293,13 @@ class Coordinator:
         if routine:
             self._looked_s = now_s
             if enough and now_s - self._watches_since_s >= t.WATCH_S:
-                relieved = self._relieved(look, layout)
-                if relieved is not None:
+                if (relieved := self._relieved(look, layout)) is not None:
                     return self._carry(look, relieved, "a neighbour lacks more")
-                emptied = self._give_up(look, search)
-                if emptied:
+                if emptied := self._give_up(look, search):
                     names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)
                     why = f"{names} not needed: the rest carries it"
                 else:
-                    better = self._replan(look, layout)
-                    if better is not None:
+                    if (better := self._replan(look, layout)) is not None:
                         layout, why = better, "moved: all together need less so"
         return self._carry(look, layout, why)
 
@@ -492,8 +488,7 @@ class Coordinator:
                     self._closed[replica] = now_s
                 elif not closes and replica in self._closed:
                     del self._closed[replica]
-                since_s = self._closed.get(replica)
-                if since_s is None or now_s - since_s < s.close_s:
+                if (since_s := self._closed.get(replica)) is None or now_s - since_s < s.close_s:
                     continue
                 if self._goes(look, replica):
                     stops[replica] = StopReplica(replica, self._doomed[replica], interrupt=True)

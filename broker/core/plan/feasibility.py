@@ -62,8 +62,7 @@ class Feasibility:
 
     def holds(self, deployment: DeploymentKey) -> bool:
         """Whether all replicas that a model has are kept, be it because nothing happens by itself in its mode."""
-        record = self._catalogue.of_deployment(deployment)
-        if record is None:
+        if (record := self._catalogue.of_deployment(deployment)) is None:
             return False
         return (
             self.all_stay(record)
@@ -75,8 +74,7 @@ class Feasibility:
         """What stays on a device whatever anybody wants, that which is on its way included."""
         if not self._catalogue.any_stay:
             return 0
-        known = self._held.get(device.key)
-        if known is None:
+        if (known := self._held.get(device.key)) is None:
             room = self._pool.room(device)
             known = sum(r.budget_bytes for r in room.promised if self.holds(r.deployment))
             for replica in room.replicas:
@@ -119,8 +117,7 @@ class Feasibility:
             self._layout = self._pool.layout
             self._groups.clear()
         key = (record.engine_type, record.budget_bytes, record.gpus)
-        known = self._groups.get(key)
-        if known is None:
+        if (known := self._groups.get(key)) is None:
             fitting = [device for device in self._pool.devices(usable=True) if self._fits(device, record)]
             known = self._groups[key] = _grouped(fitting, record.gpus)
         return known

@@ -192,8 +192,7 @@ class Layout:
     def lack(self, need: int) -> float:
         """Share of a model's load that is not carried, for want of time, of replicas or of KV memory."""
         lacks = self._lacks
-        known = lacks.known[need]
-        if known is None:
+        if (known := lacks.known[need]) is None:
             known = lacks.known[need] = self._lack(need)
             lacks.at[need] = self._state
             lacks.terms[need] = self.problem.needs[need].value * known

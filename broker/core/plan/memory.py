@@ -74,8 +74,7 @@ class Memory:
             hurry = not urgent.isdisjoint(block.sites)
             if resizes and (hurry or routine) and look.models[block.need].resizes_kv:
                 replica = look.replicas[block.replica]
-                target = self._resize(block, replica, hurry)
-                if target:
+                if target := self._resize(block, replica, hurry):
                     grows.append((block, replica, target))
         if resizes:
             self._squeeze(urgent)
@@ -142,8 +141,7 @@ class Memory:
 
     def _shared(self, site: int) -> int:
         """What the plan's replicas on a site can share out beyond what each needs at least."""
-        known = self._shared_bytes.get(site)
-        if known is None:
+        if (known := self._shared_bytes.get(site)) is None:
             layout, needs = self._layout, self._look.problem.needs
             blocks = [layout.blocks[number] for number in layout.on[site]]
             least = sum(block.bytes_held or needs[block.need].bytes_min for block in blocks)

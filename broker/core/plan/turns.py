@@ -70,8 +70,7 @@ class Turns:
         turns = []
         most = max(4, min(t.BIDS_MAX, t.SITES_MAX // max(1, len(self.look.problem.sites))))
         for bid, _, index in sorted(bids)[:most]:
-            turn = self._buy(index, -bid, sellers)
-            if turn is not None:
+            if (turn := self._buy(index, -bid, sellers)) is not None:
                 turns.append(turn)
                 gone = set(turn.victims)
                 for site, there in list(sellers.items()):
@@ -118,8 +117,7 @@ class Turns:
         found: dict[int, list[_Seller]] = {}
         for number in sorted(layout.blocks):
             block = layout.blocks[number]
-            there = placed.get(block.place)
-            if there is None or there.replica is None or there.stays:
+            if (there := placed.get(block.place)) is None or there.replica is None or there.stays:
                 continue
             need = look.problem.needs[block.need]
             count = len(layout.of[block.need])
@@ -167,8 +165,7 @@ class Turns:
             there = sellers.get(site, [])
             if self.layout.free_bytes[site] + sum([seller.bytes_each for seller in there]) < need.bytes_min:
                 continue
-            offer = self._offer(index, need, site, there)
-            if offer is not None:
+            if (offer := self._offer(index, need, site, there)) is not None:
                 price = sum(seller.price for seller in offer)
                 groups.setdefault(place.group if need.gpus > 1 else "", []).append((price, site, offer))
         best: tuple[float, tuple[int, ...], list[_Seller]] | None = None

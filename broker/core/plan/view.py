@@ -67,8 +67,7 @@ class ViewBuilder:
             events = []
             for name in sorted(catalogue.declared):
                 load = catalogue.declared[name]
-                record = catalogue.records.get(load.model)
-                if record is not None or not load.model:
+                if (record := catalogue.records.get(load.model)) is not None or not load.model:
                     deployment = record.deployment if record is not None else None
                     events.append(
                         ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, deployment, load.factor, load.at_least)
@@ -184,8 +183,7 @@ class ViewBuilder:
         known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
     ) -> ReplicaView:
         report = replica.report
-        before = known.get(replica.replica)
-        if before is not None and before[0] is report and before[1] is stays:
+        if (before := known.get(replica.replica)) is not None and before[0] is report and before[1] is stays:
             self._replicas[replica.replica] = before
             return before[2]
         ready = report.state is ReplicaState.READY
