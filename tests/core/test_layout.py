@@ -120,13 +120,12 @@ def test_a_block_alone_carries_its_rate_less_its_standing_share() -> None:
 
 
 def test_neighbours_slow_each_other_by_what_they_use() -> None:
-    """Each gets what the other leaves, of models on one device, and all of a device with slices (SCH-1)."""
+    """Each gets what the other leaves, of models on one device (SCH-1)."""
     needs = (need("a", usage=0.2), need("b", usage=0.6))
-    for shares_time, expected in ((True, (0.485, 1.0 - 0.03 * 0.4 - 0.2)), (False, (1.0, 1.0))):
-        layout = Layout(Problem((site(0),), needs, shares_time=shares_time))
-        layout.add(0, (0,))
-        layout.add(1, (0,))
-        assert (layout.capacity[0], layout.capacity[1]) == pytest.approx(expected)
+    layout = Layout(Problem((site(0),), needs))
+    layout.add(0, (0,))
+    layout.add(1, (0,))
+    assert (layout.capacity[0], layout.capacity[1]) == pytest.approx((0.485, 1.0 - 0.03 * 0.4 - 0.2))
 
 
 def test_one_that_goes_on_for_a_while_slows_and_holds_its_device() -> None:
@@ -215,9 +214,6 @@ def test_fits_asks_memory_kind_residents_and_copies() -> None:
     assert not layout.fits(1, (0,))  # Its memory is not there any more.
     layout.add(3, (0,))
     assert not layout.fits(0, (0,)) and not layout.fits(3, (0,))  # Two residents are the most.
-    twice = Layout(replace(problem, copies_per_site=2))
-    twice.add(0, (0,))
-    assert twice.fits(0, (0,))
 
 
 def test_fits_asks_neighbours_and_tenants() -> None:
@@ -295,7 +291,7 @@ def problems(draw: st.DrawFn) -> Problem:
         )
         for number in range(draw(st.integers(1, 3)))
     )
-    problem = Problem(sites, needs, copies_per_site=draw(st.integers(1, 2)))
+    problem = Problem(sites, needs)
     layout = Layout(problem)
     for number in range(draw(st.integers(0, 3))):
         _change(layout, number * 7 + draw(st.integers(0, 6)), False)

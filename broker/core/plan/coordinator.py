@@ -141,13 +141,11 @@ class Coordinator:
         # In a large pool who waits beside its own replicas waits for the next whole look: looks cost time there.
         late_s = t.LATE_S if len(view.devices) <= t.LARGE_DEVICES else math.inf
         starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= late_s) for model, _ in pairs)
-        if not due and not starved and not self._anybody_lacks(needs):
+        lacks = zip(needs, self._capacity, strict=True)
+        if not due and not starved and not any(self._at_least(need.load) > capacity for need, capacity in lacks):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
         return self._plan(self._look(now_s, view, pairs, needs))
-
-    def _anybody_lacks(self, needs: list[ModelNeed]) -> bool:
-        return any(self._at_least(need.load) > capacity for need, capacity in zip(needs, self._capacity, strict=True))
 
     def _at_least(self, load: float) -> float:
         """What of a load must be carried: less makes somebody act."""
@@ -406,15 +404,13 @@ class Coordinator:
         return []
 
     def _young_sites(self, look: Look) -> set[int]:
+        views = [(block, look.replicas[block.replica]) for block in look.problem.placed if block.replica is not None]
         return {
             site
-            for block in look.problem.placed
-            if block.replica is not None and self._young(look, look.replicas[block.replica])
+            for block, view in views
+            if view.state is not ReplicaState.READY or look.now_s - view.since_s < self.settings.residency_s
             for site in block.sites
         }
-
-    def _young(self, look: Look, replica: ReplicaView) -> bool:
-        return replica.state is not ReplicaState.READY or look.now_s - replica.since_s < self.settings.residency_s
 
     # ------------------------------------------------------------------------------------------------------- carrying out
 
@@ -488,20 +484,19 @@ class Coordinator:
                     self._closed[replica] = now_s
                 elif not closes and replica in self._closed:
                     del self._closed[replica]
-                if (since_s := self._closed.get(replica)) is None or now_s - since_s < s.close_s:
-                    continue
-                if self._goes(look, replica):
+                since_s = self._closed.get(replica, math.inf)
+                if now_s - since_s >= s.close_s and self._goes(look, replica):
                     stops[replica] = StopReplica(replica, self._doomed[replica], interrupt=True)
 
     def _goes(self, look: Look, replica: ReplicaId) -> bool:
         """Whether a closed replica may be ended: what it still runs costs little to compute again, or has had its time."""
         view = look.replicas[replica]
-        if look.now_s - self._closed.get(replica, look.now_s) >= t.CLOSED_S_MAX or not view.running:
+        closed_s = look.now_s - self._closed.get(replica, look.now_s)
+        if closed_s >= t.CLOSED_S_MAX or not view.running:
             return True
         index = next(i for i, model in enumerate(look.models) if model.record.deployment == view.deployment)
         need = look.needs[index]
         again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
-        closed_s = look.now_s - self._closed.get(replica, look.now_s)
         return again_s <= t.AGAIN_S_MAX + t.AGAIN_SHARE * closed_s
 
     # ------------------------------------------------------------------------------------------------------------ routing
@@ -509,15 +504,13 @@ class Coordinator:
     def _weights(self, look: Look, layout: Layout, kept: dict[ReplicaId, Block]) -> dict[ReplicaId, float]:
         """Routing: by share of time among the plan's replicas, spares only in a rush, none to those that close."""
         weights: dict[ReplicaId, float] = {}
-        self._speed = [0.0] * len(look.models)
+        self._speed, counts = [0.0] * len(look.models), [0] * len(look.models)
         for replica, block in kept.items():
             if look.ready(replica):
                 share = min(layout.share(block.need, site) for site in block.sites)
                 weights[replica] = share * self.prospects.weight(replica) if self.prospects else share
                 self._speed[block.need] += share
-        counts = [0] * len(look.models)
-        for replica, block in kept.items():
-            counts[block.need] += look.ready(replica)
+                counts[block.need] += 1
         self._shares = {
             model.record.deployment: speed / count
             for model, speed, count in zip(look.models, self._speed, counts, strict=True)
@@ -552,11 +545,8 @@ class Coordinator:
 
     def _changed(self, weights: dict[ReplicaId, float]) -> dict[ReplicaId, float]:
         """Those that differ enough from what was told, which they are from now on."""
-        changed = {}
-        for replica, weight in weights.items():
-            told = self._told.get(replica, 1.0)
-            if (weight > 0) != (told > 0) or abs(weight - told) > 0.2:
-                changed[replica] = weight
+        pairs = [(replica, weight, self._told.get(replica, 1.0)) for replica, weight in weights.items()]
+        changed = {r: weight for r, weight, told in pairs if (weight > 0) != (told > 0) or abs(weight - told) > 0.2}
         self._told.update(changed)
         return changed
 

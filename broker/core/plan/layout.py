@@ -201,9 +201,7 @@ class Layout:
     def _lack(self, need: int) -> float:
         wanted = self.problem.needs[need]
         load = wanted.load_keep if self._keep and wanted.load_keep is not None else wanted.load
-        lack = 0.0
-        if load > 0:
-            lack = max(0.0, 1 - self.capacity[need] / load)
+        lack = max(0.0, 1 - self.capacity[need] / load) if load > 0 else 0.0
         replicas = len(self.of[need])
         seats = max(wanted.replicas_min, wanted.replicas_wanted)
         if not replicas and (load > 0 or seats):
@@ -254,12 +252,10 @@ class Layout:
 
     def may_come(self, place: Place) -> bool:
         """Whether a block there exists already, or may be started beside all that do."""
-        need = place[0]
-        starts_max = self.problem.needs[need].starts_max
-        if starts_max > len(self.of[need]) or self.is_there(place):
+        of, starts_max = self.of[place[0]], self.problem.needs[place[0]].starts_max
+        if starts_max > len(of) or self.is_there(place):
             return True
-        new = sum(1 for number in self.of[need] if self.blocks[number].place not in self._there)
-        return new < starts_max
+        return sum(self.blocks[number].place not in self._there for number in of) < starts_max
 
     def fits_site(self, need: int, site: int, own_bytes: int = 0) -> bool:
         """The same for one of its sites; ``own_bytes`` are held there by a block that would come back."""
@@ -272,14 +268,10 @@ class Layout:
             or place.kind not in wanted.rates
         ):
             return False
-        copies = 0
         for number in on:
             other = self.problem.needs[self.blocks[number].need]
-            if other is wanted:
-                copies += 1
-                if copies >= self.problem.copies_per_site:
-                    return False
-            elif other.tenant != wanted.tenant or not (other.co_locates and wanted.co_locates):
+            # A second one of the same model only costs where residents take turns.
+            if other is wanted or other.tenant != wanted.tenant or not (other.co_locates and wanted.co_locates):
                 return False
         return True
 
@@ -465,15 +457,14 @@ class Layout:
     def _share_of(self, block: Block) -> float:
         if len(block.sites) == 1:
             return self.share(block.need, block.sites[0])
-        return share_of_all([self.share(block.need, site) for site in block.sites], self.problem.sharing_keeps)
+        return share_of_all([self.share(block.need, site) for site in block.sites])
 
     def share(self, need: int, site: int) -> float:
         """The share of a site's time that a resident of this model gets while it has more work than it can do."""
-        problem = self.problem
         on, staying = self.on[site], self._staying[site]
-        if not problem.shares_time or len(on) + len(staying) < 2:
+        if len(on) + len(staying) < 2:
             return 1.0
-        blocks, needs = self.blocks, problem.needs
+        blocks, needs = self.blocks, self.problem.needs
         others = []
         own = False
         for number in on:
@@ -485,4 +476,4 @@ class Layout:
         if staying:
             here = [blocks[number].need for number in on]
             others.extend(needs[model].usage for model in staying if model not in here)
-        return share_of_time(others, problem.sharing_keeps)
+        return share_of_time(others)

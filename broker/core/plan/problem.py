@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from broker.core.plan.tunables import DEVICE_PRICE, LOAD_PRICE, REPLICA_PRICE, SHARING_KEEPS
+from broker.core.plan.tunables import DEVICE_PRICE, LOAD_PRICE, REPLICA_PRICE
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 
@@ -121,8 +121,3 @@ class Problem:
     needs: tuple[Need, ...]
     placed: tuple[Block, ...] = ()
     prices: Prices = field(default_factory=Prices)
-    copies_per_site: int = 1
-    """Replicas of one model on one device: where residents take turns a second one only costs."""
-    shares_time: bool = True
-    """False: residents do not slow each other (devices with slices, or capacities that were measured side by side)."""
-    sharing_keeps: float = SHARING_KEEPS
