@@ -9,7 +9,7 @@ import msgspec
 from broker.core.plan.availability import Outlook
 from broker.core.plan.fairness import Fairness
 from broker.core.pool.events import PublishDigest, SchedulerSettings
-from broker.core.pool.state import Pool, Presence, Replica
+from broker.core.pool.state import Demand, Pool, Presence, Replica
 from subjects.ids import ReplicaId
 from subjects.messages import Lane, ModelRecord, PoolDigest, PoolModel, PoolReplica, ReplicaState, SlaClass, TimelineEntry
 
@@ -55,15 +55,12 @@ class DigestBuilder:
         for replica in digest.dead:
             self._pool.declare_dead(replica)
 
-    def weigh(self, weights: dict[ReplicaId, float]) -> bool:
-        """Takes routing weights that changed; True when one is news."""
-        changed = False
-        for replica, weight in weights.items():
-            if weight >= 0.0 and replica in self._pool.replicas and self._weights.get(replica, 1.0) != weight:
-                self._weights[replica] = weight
-                changed = True
-        self.notes += changed
-        return changed
+    def weigh(self, weights: dict[ReplicaId, float]) -> None:
+        """Takes routing weights that changed."""
+        there = self._pool.replicas
+        news = {r: w for r, w in weights.items() if w >= 0.0 and r in there and self._weights.get(r, 1.0) != w}
+        self._weights.update(news)
+        self.notes += bool(news)
 
     def weight(self, replica: ReplicaId) -> float:
         """The routing weight of a replica; 1.0 is neutral."""
@@ -121,7 +118,7 @@ class DigestBuilder:
         self._weights = {replica: w for replica, w in self._weights.items() if replica in self._pool.replicas}
         known, self._told = self._told, {}
         replicas = tuple([self._tell(replica, known) for replica in self._pool.replicas_in_order() if not replica.dead])
-        demand = self._pool.demand(now_s)
+        demand, nobody = self._pool.demand(now_s), Demand()
         models = tuple(
             PoolModel(
                 deployment=record.deployment,
@@ -132,7 +129,7 @@ class DigestBuilder:
                 retry_after_s=outlook.retry_after_s,
                 permanent=outlook.permanent,
                 class_weights=self._fairness.weights(record.deployment),
-                waiting_queues=_in_order(demand[record.deployment].queues) if record.deployment in demand else (),
+                waiting_queues=tuple(sorted(demand.get(record.deployment, nobody).queues, key=_by_name)),
                 kv=self._pool.kv.of(record.kv_signature),
             )
             for name, (record, outlook) in outlooks.items()
@@ -152,13 +149,13 @@ class DigestBuilder:
     def _tell(self, replica: Replica, known: dict[ReplicaId, PoolReplica]) -> PoolReplica:
         """A replica's row: the same object as long as it says the same."""
         report = replica.report
-        state = self._state(report.replica, report.state)
+        leaves = report.replica in self._pool.leaving and report.state is ReplicaState.READY
+        state = ReplicaState.DRAINING if leaves else report.state
         suspect = self._pool.workers[replica.worker].presence is Presence.SUSPECT
         weight = self._weights.get(report.replica, 1.0)
         measure = self.measures.get(report.replica, 0)
         row = known.get(report.replica)
-        told = (row.state, row.suspect, row.weight, row.measure) if row is not None else None
-        if row is None or told != (state, suspect, weight, measure):
+        if row is None or (row.state, row.suspect, row.weight, row.measure) != (state, suspect, weight, measure):
             row = PoolReplica(
                 replica=report.replica,
                 deployment=report.deployment,
@@ -173,10 +170,6 @@ class DigestBuilder:
         self._told[report.replica] = row
         return row
 
-    def _state(self, replica: ReplicaId, state: ReplicaState) -> ReplicaState:
-        leaves = replica in self._pool.leaving and state is ReplicaState.READY
-        return ReplicaState.DRAINING if leaves else state
 
-
-def _in_order(queues: frozenset[tuple[SlaClass, Lane]]) -> tuple[tuple[SlaClass, Lane], ...]:
-    return tuple(sorted(queues, key=lambda queue: (queue[0].value, queue[1].value)))
+def _by_name(queue: tuple[SlaClass, Lane]) -> tuple[str, str]:
+    return queue[0].value, queue[1].value

@@ -96,7 +96,7 @@ class Scheduler:
             bus,
             self.scheduler,
             epoch_seen=lambda: self.core.pool.epoch_seen_max,
-            on_gained=self._gained,
+            on_gained=lambda epoch: self._tasks.spawn(self._take_over(epoch)),
             on_lost=lambda _reason: self._step(ev.LeadershipLost()),
         )
         self.journal = JournalKeeper(
@@ -199,9 +199,6 @@ class Scheduler:
         await self.registry.start()
         await self.lease.run()
 
-    def _gained(self, epoch: int) -> None:
-        self._tasks.spawn(self._take_over(epoch))
-
     async def _take_over(self, epoch: int) -> None:
         """Goes on from the last digest, so that its dead stay dead, and with what the journal shows unfinished."""
         digest, _ = await asyncio.gather(self._last_digest(), self._read_journal())
@@ -229,16 +226,16 @@ class Scheduler:
 
     def _journal_troubled(self, reason: str) -> None:
         """Decisions go on: a successor trusts the agents' reports first."""
-        self._raise(
-            m.Alert(
-                at_unix_s=time.time(),
-                severity=m.Severity.WARNING,
-                kind="journal-lost",
-                scope="pool",
-                text=f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less",
-                remedy="carpool get timeline",
-            )
+        text = f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less"
+        alert = m.Alert(
+            at_unix_s=time.time(),
+            severity=m.Severity.WARNING,
+            kind="journal-lost",
+            scope="pool",
+            text=text,
+            remedy="carpool get timeline",
         )
+        self._raise(alert)
 
     # -------------------------------------------------------------------------------------------------------------- core
 
@@ -252,16 +249,15 @@ class Scheduler:
 
     def _do(self, command: ev.SchedulerCommand) -> None:
         match command:
+            case ev.SendCommand() | ev.PublishDigest() | ev.AppendJournal() if not self.lease.check(time.monotonic()):
+                pass
             case ev.SendCommand():
-                if self.lease.check(time.monotonic()):
-                    self._tasks.spawn(self._send(command))
+                self._tasks.spawn(self._send(command))
             case ev.PublishDigest():
-                if self.lease.check(time.monotonic()):
-                    self._digest = command
-                    self._digest_changed.set()
+                self._digest = command
+                self._digest_changed.set()
             case ev.AppendJournal():
-                if self.lease.check(time.monotonic()):
-                    self.journal.append(self.lease.epoch, command.entries)
+                self.journal.append(self.lease.epoch, command.entries)
             case ev.RaiseAlert():
                 self._raise(command.alert)
             case ev.KeepCosts():

@@ -62,9 +62,8 @@ class Feasibility:
 
     def holds(self, deployment: DeploymentKey) -> bool:
         """Whether all replicas that a model has are kept, be it because nothing happens by itself in its mode."""
-        if (record := self._catalogue.of_deployment(deployment)) is None:
-            return False
-        return (
+        record = self._catalogue.of_deployment(deployment)
+        return record is not None and (
             self.all_stay(record)
             or self._catalogue.mode(deployment) is not Mode.ACT
             or 0 < self.replicas_count(deployment) <= record.min_replicas

@@ -104,11 +104,8 @@ class Memory:
         for site in sorted(urgent):
             for name in self._beside.get(site, ()):
                 replica = self._look.replicas[name]
-                if name not in self._closed or name in self._stopping or not self._look.ready(name):
-                    continue
-                if replica.devices[0] != self._keys[site]:
-                    continue
-                if replica.deployment in self._fixed:
+                stays = name not in self._closed or name in self._stopping or not self._look.ready(name)
+                if stays or replica.devices[0] != self._keys[site] or replica.deployment in self._fixed:
                     continue
                 record = self._records[replica.deployment]
                 target = kv_used_bytes(record, replica)

@@ -159,19 +159,16 @@ class Search:
         return won / (price + THRIFT) if self.thrifty else won - price
 
     def _options(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[_Option]:
-        places = self._places(need, new_devices, shut)
-        options = [_Option(sites) for sites in places]
-        options.extend(self._departures(need))
-        if not places:
-            options.extend(self._takeovers(need, shut))
-        return options
+        layout = self.layout
+        if len(layout.of[need]) >= layout.problem.needs[need].replicas_max:
+            return self._departures(need)
+        places = [_Option(sites) for sites in self._places(need, new_devices, shut)]
+        return [*places, *self._departures(need), *(() if places else self._takeovers(need, shut))]
 
     def _places(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[tuple[int, ...]]:
         """Where one more block fits: every place in use, and of the unused ones one of each kind and group."""
         layout = self.layout
         wanted = layout.problem.needs[need]
-        if len(layout.of[need]) >= wanted.replicas_max:
-            return []
         used: dict[str, list[int]] = {}
         empty: dict[tuple[str, str], list[int]] = {}
         for site, place in enumerate(layout.problem.sites):
@@ -215,16 +212,13 @@ class Search:
     def _departures(self, need: int) -> list[_Option]:
         """Neighbours that leave, so that the model's own blocks get more of their devices' time."""
         layout = self.layout
-        neighbours: dict[int, None] = {}
-        for number in layout.of[need]:
-            for site in layout.blocks[number].sites:
-                neighbours.update(dict.fromkeys(layout.on[site]))
+        at = [(number, site) for number in layout.of[need] for site in layout.blocks[number].sites]
+        neighbours = dict.fromkeys(other for _, site in at for other in layout.on[site])
         options = [_Option((), (number,)) for number in neighbours if self._may_leave(number, need)]
-        for number in layout.of[need]:
-            for site in layout.blocks[number].sites:
-                others = tuple(other for other in layout.on[site] if other != number and self._may_leave(other, need))
-                if len(others) > 1:
-                    options.append(_Option((), others))
+        for number, site in at:
+            others = tuple(other for other in layout.on[site] if other != number and self._may_leave(other, need))
+            if len(others) > 1:
+                options.append(_Option((), others))
         return options
 
     def _may_leave(self, number: int, newcomer: int) -> bool:
@@ -239,10 +233,7 @@ class Search:
     def _takeovers(self, need: int, shut: Sequence[int]) -> list[_Option]:
         """Places that one block of another model would have to leave, or all on several devices."""
         layout = self.layout
-        wanted = layout.problem.needs[need]
-        if len(layout.of[need]) >= wanted.replicas_max:
-            return []
-        if wanted.gpus > 1:
+        if layout.problem.needs[need].gpus > 1:
             return self._takeovers_over_several(need, shut)
         options: list[_Option] = []
         for number in sorted(layout.blocks):
@@ -291,13 +282,7 @@ class Search:
 
     def shrink(self) -> list[int]:
         """Empties devices, the least needed first, one after the other, while the rest can take over. Returns which."""
-        emptied = []
-        for site in self.emptiest():
-            if self.tired:
-                break
-            if self.layout.on[site] and self.empty(site):
-                emptied.append(site)
-        return emptied
+        return [site for site in self.emptiest() if not self.tired and self.layout.on[site] and self.empty(site)]
 
     def emptiest(self) -> list[int]:
         """Devices in use from which everything may go, those that carry least first."""
@@ -339,13 +324,12 @@ class Search:
         for number in list(layout.of[need]):
             sites = layout.blocks[number].sites
             neighbours = list(dict.fromkeys(other for site in sites for other in layout.on[site] if other != number))
+            blocks = [layout.blocks[other] for other in neighbours]
             if self.tired:
                 return False
-            if not neighbours or any(site in spared for other in neighbours for site in layout.blocks[other].sites):
+            if not blocks or any(block.stays or any(site in spared for site in block.sites) for block in blocks):
                 continue
-            if any(layout.blocks[other].stays for other in neighbours):
-                continue
-            owners = {layout.blocks[other].need for other in neighbours}
+            owners = {block.need for block in blocks}
             mark = layout.mark()
             if self.again(neighbours, shut=sites):
                 if all(len(layout.of[owner]) >= self._floor(owner) for owner in owners):

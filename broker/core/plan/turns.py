@@ -58,12 +58,11 @@ class Turns:
 
     def take(self, only: Container[int] | None = None) -> list[Turn]:
         """The turns to take now, the most urgent first; the layout has them all. ``only``: no others bid."""
-        needs = self.look.problem.needs
-        bids = []
-        for index, need in enumerate(needs):
-            bid = self._bid(index, need) if only is None or index in only else 0.0
-            if bid > 0:
-                bids.append((-bid, need.model, index))
+        bids = [
+            (-bid, need.model, index)
+            for index, need in enumerate(self.look.problem.needs)
+            if (only is None or index in only) and (bid := self._bid(index, need)) > 0
+        ]
         if not bids:
             return []
         sellers = self._sellers()
@@ -79,10 +78,9 @@ class Turns:
 
     def overdue(self) -> list[int]:
         """Models that have waited for a turn's time without a place, the longest waiting first."""
-        needs = self.look.problem.needs
         found = [
             (-need.wait_s, need.model, index)
-            for index, need in enumerate(needs)
+            for index, need in enumerate(self.look.problem.needs)
             if need.wait_s >= t.TURN_S and not self.layout.of[index] and need.replicas_max > 0 and not need.fails
         ]
         return [index for *_, index in sorted(found)]
@@ -158,9 +156,8 @@ class Turns:
         idle = [site for site, there in sellers.items() if any(seller.idle_s > 0 for seller in there)]
         for site in sorted(idle) if self.layout.of[index] else range(len(self.look.problem.sites)):
             place = self.look.problem.sites[site]
-            if place.kind not in need.rates or site in claimed:
-                continue
-            if site == need.avoids and len(self.look.problem.sites) > 1:
+            avoided = site == need.avoids and len(self.look.problem.sites) > 1
+            if avoided or place.kind not in need.rates or site in claimed:
                 continue
             there = sellers.get(site, [])
             if self.layout.free_bytes[site] + sum([seller.bytes_each for seller in there]) < need.bytes_min:
@@ -175,7 +172,7 @@ class Turns:
             offers.sort(key=lambda offer: offer[:2])
             chosen = offers[: need.gpus]
             leave = list({seller.replica: seller for *_, offer in chosen for seller in offer}.values())
-            price = sum(seller.price for seller in leave) + self._load_price(need)
+            price = sum(seller.price for seller in leave) + need.load_s * self.look.problem.prices.load * need.gpus
             sites = tuple(sorted(site for _, site, _ in chosen))
             if (
                 (leave or not self.layout.of[index])
@@ -191,9 +188,6 @@ class Turns:
             self.layout.remove(seller.number)
         self.layout.add(index, sites)
         return Turn(index, sites, tuple(seller.replica for seller in leave))
-
-    def _load_price(self, need: Need) -> float:
-        return need.load_s * self.look.problem.prices.load * need.gpus
 
     def _offer(self, index: int, need: Need, site: int, there: Iterable[_Seller]) -> tuple[_Seller, ...] | None:
         """Who would leave a site so that a block of the bidder fits; None: it would not."""
