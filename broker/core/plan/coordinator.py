@@ -429,19 +429,8 @@ class Coordinator:
                 self._doomed[replica] = why
         stops: dict[ReplicaId, StopReplica] = {}
         self._close(look, blocks, stops)
-        routine = now_s == self._looked_s
-        memory = Memory(
-            look,
-            layout,
-            blocks,
-            spares,
-            self._doomed,
-            self._closed,
-            stops,
-            routine=routine,
-            resizes=s.resizes_kv,
-            victims=self._victims,
-        )
+        leaving = (self._doomed, self._closed, stops, self._victims)
+        memory = Memory(look, layout, blocks, spares, *leaving, now_s == self._looked_s, s.resizes_kv)
         for replica in memory.evicted:
             if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))

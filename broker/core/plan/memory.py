@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from broker.core.plan.layout import Layout
 from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
@@ -14,40 +15,37 @@ from broker.core.pool.describe import seconds_text
 from subjects.ids import ReplicaId
 
 
+@dataclass(eq=False)
 class Memory:
     """Plans the memory of one look: :attr:`actions` in order, and who must go for them."""
 
-    def __init__(
-        self,
-        look: Look,
-        layout: Layout,
-        blocks: tuple[Block, ...],
-        spares: Spares,
-        doomed: Iterable[ReplicaId],
-        closed: Mapping[ReplicaId, float],
-        stopping: Container[ReplicaId] = (),
-        *,
-        routine: bool,
-        resizes: bool = True,
-        victims: Mapping[Place, tuple[ReplicaId, ...]] | None = None,
-    ) -> None:
-        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with.
-        ``victims`` by place of a new block: who leaves for it."""
-        self._victims = victims or {}
-        self._resizes = resizes
-        self._look = look
-        self._layout = layout
-        self.evicted: dict[ReplicaId, None] = {}
-        """Replicas that take nothing new any more, and whose memory is needed now."""
-        self.actions: list[Action] = []
-        self.spares: list[Place] = []
-        """Places of the spares that are started."""
+    _look: Look
+    _layout: Layout
+    _blocks: tuple[Block, ...]
+    _spares: Spares
+    _doomed: Iterable[ReplicaId]
+    _closed: Mapping[ReplicaId, float]
+    _stopping: Container[ReplicaId]
+    _victims: Mapping[Place, tuple[ReplicaId, ...]]
+    """By place of a new block: who leaves for it."""
+    _routine: bool
+    """Also what nobody is in a hurry for is evened out."""
+    _resizes: bool
+    """False: each keeps what it began with."""
+    evicted: dict[ReplicaId, None] = field(default_factory=dict)
+    """Replicas that take nothing new any more, and whose memory is needed now."""
+    actions: list[Action] = field(default_factory=list)
+    spares: list[Place] = field(default_factory=list)
+    """Places of the spares that are started."""
+
+    def __post_init__(self) -> None:
+        look, blocks, spares = self._look, self._blocks, self._spares
         sites = look.problem.sites
         devices = look.view.devices
         self._free = [devices[site.key].free_planned_bytes if site.key in devices else 0 for site in sites]
         self._beside: dict[int, list[ReplicaId]] = {}
         self._spare_bytes: dict[int, int] = {}
-        out = {**dict.fromkeys(doomed), **spares.kept}
+        out = {**dict.fromkeys(self._doomed), **spares.kept}
         for block in look.problem.placed:
             if block.replica is not None and block.replica in out:
                 for site in block.sites:
@@ -56,27 +54,24 @@ class Memory:
             site = block.sites[0]
             self._spare_bytes[site] = self._spare_bytes.get(site, 0) + look.problem.needs[block.need].bytes_min
         self._shared_bytes: dict[int, int] = {}
-        self._going = {**closed, **spares.kept}
-        self._closed = closed
-        self._stopping = stopping
+        self._going = {**self._closed, **spares.kept}
         self._keys = [site.key for site in sites]
         self._site_of = {key: site for site, key in enumerate(self._keys)}
         self._records = {model.record.deployment: model.record for model in look.models}
         self._fixed = {model.record.deployment for model in look.models if not model.resizes_kv}
         new = [block for block in blocks if block.replica is None]
         urgent = {site for block in (*new, *spares.new) for site in block.sites}
-        if routine:
+        if self._routine:
             urgent.update(self._starved(blocks))
         grows = []
         for block in blocks:
-            if block.replica is None or not look.ready(block.replica):
-                continue
             hurry = not urgent.isdisjoint(block.sites)
-            if resizes and (hurry or routine) and look.models[block.need].resizes_kv:
+            due = self._resizes and (hurry or self._routine) and look.models[block.need].resizes_kv
+            if due and block.replica is not None and look.ready(block.replica):
                 replica = look.replicas[block.replica]
                 if target := self._resize(block, replica, hurry):
                     grows.append((block, replica, target))
-        if resizes:
+        if self._resizes:
             self._squeeze(urgent)
         for block in new:
             self._start(block)

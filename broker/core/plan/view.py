@@ -19,6 +19,8 @@ from subjects.ids import DeploymentKey, ReplicaId, base_name
 from subjects.messages import DeviceReport, Mode, ModelRecord, ReplicaReport, ReplicaState
 
 _NO_ARRIVALS = Arrivals()
+_Known = dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]]
+"""Views of replicas, with the reports that they show and whether they stay."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +33,7 @@ class ViewBuilder:
     _feasibility: Feasibility
     _transactions: Transactions
     _costs: CostBook
-    _replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = field(default_factory=dict)
+    _replicas: _Known = field(default_factory=dict)
     _seen_devices: dict[DeviceKey, tuple[Room, DeviceReport, int, DeviceView]] = field(default_factory=dict)
     """As of these and of so much news in the catalogue."""
     _events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
@@ -120,12 +122,7 @@ class ViewBuilder:
         return lost
 
     def _model(
-        self,
-        now_s: float,
-        record: ModelRecord,
-        promised: list[Reservation],
-        flow: Flow | None,
-        known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
+        self, now_s: float, record: ModelRecord, promised: list[Reservation], flow: Flow | None, known: _Known
     ) -> ModelView:
         pool, catalogue = self._pool, self._catalogue
         deployment = record.deployment
@@ -175,13 +172,7 @@ class ViewBuilder:
         snapshots = [worker.snapshot for worker in self._pool.workers.values() if worker.snapshot is not None]
         return any(record.engine_type in snapshot.resizing for snapshot in snapshots)
 
-    def _replica(
-        self,
-        record: ModelRecord,
-        replica: Replica,
-        stays: bool,
-        known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
-    ) -> ReplicaView:
+    def _replica(self, record: ModelRecord, replica: Replica, stays: bool, known: _Known) -> ReplicaView:
         report = replica.report
         if (before := known.get(replica.replica)) is not None and before[0] is report and before[1] is stays:
             self._replicas[replica.replica] = before
