@@ -128,22 +128,18 @@ class Control:
         unix_s = now_s + self.unix_offset_s()
         if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
             what = base.name
-        if what in self._names():
-            record = self._people.model(what)
-            explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
-            return {"explains": "model", **msgspec.to_builtins(explained)}
-        if (transaction := self._transactions.find(what)) is not None:
-            steps = explain_transaction(self._core, transaction, now_s, unix_s)
-            return {"explains": "transaction", **msgspec.to_builtins(steps)}
-        replica = self._core.pool.replicas.get(ReplicaId(what))
-        if replica is not None and (of := self._core.catalogue.of_deployment(replica.report.deployment)) is not None:
-            explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
-            return {"explains": "model", **msgspec.to_builtins(explained)}
+        record = self._people.model(what) if what in self._names() else None
+        if record is None and (transaction := self._transactions.find(what)) is not None:
+            return {"explains": "transaction", **explain_transaction(self._core, transaction, now_s, unix_s)}
+        if record is None and (replica := self._core.pool.replicas.get(ReplicaId(what))) is not None:
+            record = self._core.catalogue.of_deployment(replica.report.deployment)
+        if record is not None:
+            return {"explains": "model", **explain_model(self._core, self._transactions, record, now_s, unix_s)}
         story = await self._story(what)
         told = {"explains": "request", **msgspec.to_builtins(story)}
         if story.state == "waiting" and (waits := self._registry.records.get(story.model)) is not None:
             about = explain_model(self._core, self._transactions, waits, now_s, unix_s)
-            told["model_state"], told["waits_for"] = about.state, [*about.waits_for, *about.why]
+            told["model_state"], told["waits_for"] = about["state"], [*about["waits_for"], *about["why"]]
         return told
 
     async def _profile(self, argument: ProfileOf) -> Row:

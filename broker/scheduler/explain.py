@@ -15,92 +15,17 @@ from broker.core.pool.journal import Recorded, Step, TransactionLog
 from broker.core.pool.state import Demand, Replica
 from broker.core.pool.transaction import Stage, Transaction
 from broker.core.scheduler import SchedulerCore
+from broker.scheduler.verbs import Row
 from profiles.deployment import sharers
 from subjects import messages as m
-from subjects.ids import ReplicaId
 
 ACTIONS_MAX = 10
 TRANSACTIONS_MAX = 5
 _TRIMS = ("resize", "concurrency", "evict-kv", "migrate-kv")
 
 
-class ReplicaExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica of the model."""
-
-    replica: ReplicaId
-    where: str
-    state: str
-    state_s: float
-    running: int
-    slots: int
-    budget_bytes: int
-    kv_bytes: int
-    weight: float
-    """Its routing weight: 1 is neutral."""
-    held_by: str
-    """Why nothing automatic may end it; empty when something may."""
-
-
-class StepExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A command of a transaction; times count from the transaction's begin."""
-
-    operation: str
-    what: str
-    sent_s: float
-    took_s: float | None
-    outcome: str
-    """``under way``, ``done`` or what was done, or what went wrong."""
-
-
-class TransactionExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A scale action, step by step."""
-
-    transaction: str
-    kind: str
-    model: str
-    where: str
-    reason: str
-    begun_unix_s: float
-    took_s: float | None
-    outcome: str
-    """``done``, ``failed: ...``, or what it waits for."""
-    steps: tuple[StepExplained, ...]
-
-
-class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A model: what it has, why, what it waits for, and what would change it."""
-
-    model: str
-    state: str
-    mode: str
-    sla_class: str
-    min_replicas: int
-    max_replicas: int
-    needs: str
-    deployment: str
-    """Its first 16 hex digits, and who shares it."""
-    waiting: int
-    running: int
-    oldest_wait_s: float
-    estimated_wait_s: float
-    replicas: tuple[ReplicaExplained, ...]
-    why: tuple[str, ...]
-    costs: tuple[str, ...]
-    """By kind of device: where the numbers come from that decisions go by, and how far they are off."""
-    waits_for: tuple[str, ...]
-    would_change: tuple[str, ...]
-    actions: tuple[m.TimelineEntry, ...]
-    """The latest, newest first."""
-    transactions: tuple[TransactionExplained, ...]
-    """The latest, newest first."""
-    next_look_s: float
-    """When the scheduler looks again if nothing happens."""
-
-
-def explain_model(
-    core: SchedulerCore, log: TransactionLog, record: m.ModelRecord, now_s: float, unix_s: float
-) -> ModelExplained:
-    """All about one model now."""
+def explain_model(core: SchedulerCore, log: TransactionLog, record: m.ModelRecord, now_s: float, unix_s: float) -> Row:
+    """All about one model now: what it has, why, what it waits for, and what would change it."""
     pool, catalogue = core.pool, core.catalogue
     demand = pool.demand(now_s).get(record.deployment, Demand())
     replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
@@ -108,31 +33,31 @@ def explain_model(
     shared = sharers(record, catalogue.by_name())
     refusal = told.refusal if told is not None else ""
     actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
-    return ModelExplained(
-        model=record.name,
-        state=model_state({replica.report.state for replica in replicas}, refused=bool(refusal)),
-        mode=catalogue.mode(record.deployment).value,
-        sla_class=record.sla_class.value,
-        min_replicas=record.min_replicas,
-        max_replicas=record.max_replicas,
-        needs=_needs(record),
-        deployment=", shared with ".join([record.deployment[:16], *filter(None, [", ".join(shared)])]),
-        waiting=demand.waiting,
-        running=demand.running,
-        oldest_wait_s=round(demand.oldest_wait_s, 3),
-        estimated_wait_s=told.estimated_wait_s if told is not None else 0.0,
-        replicas=tuple(_replica(core, record, replica) for replica in replicas),
-        why=tuple(_why(core, record, refusal, actions)),
-        costs=tuple(_costs(core, record)),
-        waits_for=tuple(_waits_for(core, record, now_s)),
-        would_change=tuple(_would_change(core, record, demand, replicas)),
-        actions=tuple(actions[:ACTIONS_MAX]),
-        transactions=tuple(
+    return {
+        "model": record.name,
+        "state": model_state({replica.report.state for replica in replicas}, refused=bool(refusal)),
+        "mode": catalogue.mode(record.deployment).value,
+        "sla_class": record.sla_class.value,
+        "min_replicas": record.min_replicas,
+        "max_replicas": record.max_replicas,
+        "needs": _needs(record),
+        "deployment": ", shared with ".join([record.deployment[:16], *filter(None, [", ".join(shared)])]),
+        "waiting": demand.waiting,
+        "running": demand.running,
+        "oldest_wait_s": round(demand.oldest_wait_s, 3),
+        "estimated_wait_s": told.estimated_wait_s if told is not None else 0.0,
+        "replicas": [_replica(core, record, replica) for replica in replicas],
+        "why": _why(core, record, refusal, actions),
+        "costs": list(_costs(core, record)),
+        "waits_for": list(_waits_for(core, record, now_s)),
+        "would_change": list(_would_change(core, record, demand, replicas)),
+        "actions": msgspec.to_builtins(actions[:ACTIONS_MAX]),
+        "transactions": [
             explain_transaction(core, one, now_s, unix_s)
             for one in log.of_model(record.deployment, latest_max=TRANSACTIONS_MAX)
-        ),
-        next_look_s=round(max(0.0, core.next_wake_s - now_s), 3),
-    )
+        ],
+        "next_look_s": round(max(0.0, core.next_wake_s - now_s), 3),
+    }
 
 
 def _needs(record: m.ModelRecord) -> str:
@@ -147,21 +72,21 @@ def _told(core: SchedulerCore, record: m.ModelRecord) -> m.PoolModel | None:
     return next((model for model in latest.models if model.name == record.name), None) if latest is not None else None
 
 
-def _replica(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> ReplicaExplained:
+def _replica(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> Row:
     report = replica.report
     leaves = replica.replica in core.pool.leaving
-    return ReplicaExplained(
-        replica=replica.replica,
-        where=f"{replica.worker}/{'+'.join(replica.devices)}",
-        state=f"{report.state.value}, leaving" if leaves else report.state.value,
-        state_s=round(report.state_s, 1),
-        running=report.running,
-        slots=report.slots,
-        budget_bytes=report.budget_bytes,
-        kv_bytes=report.kv_bytes,
-        weight=core.digests.weight(replica.replica),
-        held_by=_held_by(core, record, replica),
-    )
+    return {
+        "replica": replica.replica,
+        "where": f"{replica.worker}/{'+'.join(replica.devices)}",
+        "state": f"{report.state.value}, leaving" if leaves else report.state.value,
+        "state_s": round(report.state_s, 1),
+        "running": report.running,
+        "slots": report.slots,
+        "budget_bytes": report.budget_bytes,
+        "kv_bytes": report.kv_bytes,
+        "weight": core.digests.weight(replica.replica),
+        "held_by": _held_by(core, record, replica),
+    }
 
 
 def _held_by(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> str:
@@ -293,8 +218,8 @@ def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[st
 # ---------------------------------------------------------------------------------------------------------- transactions
 
 
-def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s: float) -> TransactionExplained:
-    """A transaction with its steps and their times."""
+def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s: float) -> Row:
+    """A transaction with its steps, whose times count from its begin; ``outcome`` may be what it waits for."""
     began = one.began
     if (ended_unix_s := one.ended_unix_s) is not None:
         outcome = f"failed: {one.failure}" if one.failure else "done"
@@ -305,29 +230,29 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
         model = began.record.name
     else:
         model = ", ".join(sorted({core.catalogue.name(deployment) for deployment in began.deployments}))
-    return TransactionExplained(
-        transaction=one.name,
-        kind=began.kind,
-        model=model,
-        where=f"{began.worker}/{'+'.join(began.devices)}" if began.devices else began.worker,
-        reason=began.reason,
-        begun_unix_s=began.at_unix_s,
-        took_s=round(ended_unix_s - began.at_unix_s, 3) if ended_unix_s is not None else None,
-        outcome=outcome,
-        steps=tuple(_step(step, began.at_unix_s, over=ended_unix_s is not None) for step in one.steps.values()),
-    )
+    return {
+        "transaction": one.name,
+        "kind": began.kind,
+        "model": model,
+        "where": f"{began.worker}/{'+'.join(began.devices)}" if began.devices else began.worker,
+        "reason": began.reason,
+        "begun_unix_s": began.at_unix_s,
+        "took_s": round(ended_unix_s - began.at_unix_s, 3) if ended_unix_s is not None else None,
+        "outcome": outcome,
+        "steps": [_step(step, began.at_unix_s, over=ended_unix_s is not None) for step in one.steps.values()],
+    }
 
 
-def _step(step: Step, begun_unix_s: float, *, over: bool) -> StepExplained:
+def _step(step: Step, begun_unix_s: float, *, over: bool) -> Row:
     unknown = "no end was told" if over else "under way"
     outcome = unknown if step.failure is None else step.failure or step.detail or "done"
-    return StepExplained(
-        operation=step.operation,
-        what=command_text(step.command),
-        sent_s=round(step.sent_unix_s - begun_unix_s, 3),
-        took_s=round(step.ended_unix_s - step.sent_unix_s, 3) if step.ended_unix_s is not None else None,
-        outcome=outcome,
-    )
+    return {
+        "operation": step.operation,
+        "what": command_text(step.command),
+        "sent_s": round(step.sent_unix_s - begun_unix_s, 3),
+        "took_s": round(step.ended_unix_s - step.sent_unix_s, 3) if step.ended_unix_s is not None else None,
+        "outcome": outcome,
+    }
 
 
 def command_text(command: m.WorkerCommand) -> str:
