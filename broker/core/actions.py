@@ -111,11 +111,11 @@ class Actions:
     def take_up(self, now_s: float, resumption: Resumption) -> str:
         """Goes on with a transaction of an earlier leader; returns why it cannot, or nothing."""
         pool, began = self._pool, resumption.recorded.began
+        reason = f"an earlier leader began it: {began.reason}"
         if began.kv is not None:
             sent = next(reversed(resumption.recorded.steps), None)
             transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, self._out)
             name = ", ".join(self._catalogue.name(deployment) for deployment in began.deployments)
-            reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, "kv", began.kind, name, reason, began.worker, None)
             return ""
         there = [pool.replicas[replica] for replica in resumption.there]
@@ -138,10 +138,8 @@ class Actions:
         for replica in there:
             name = self._catalogue.name(replica.report.deployment)
             action = "unload" if began.record is None else "evict"
-            reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, replica.replica, action, name, reason, where, replica.replica)
         if began.record is not None:
-            reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, "load", "load", began.record.name, reason, where, None)
         return ""
 
@@ -203,14 +201,12 @@ class Actions:
             for deployment in [record.deployment, *(victim.report.deployment for victim in victims)]
             if catalogue.mode(deployment) is not Mode.ACT
         ]
-        where = _where(action.devices[0][0], tuple(device for _, device in action.devices))
+        (worker, device), *others = action.devices
+        peers = tuple(peer for _, peer in others)
         if held_back:
-            leave = "; ".join(f"{victim.replica} would leave" for victim in victims)
+            where, leave = _where(worker, (device, *peers)), "; ".join(f"{victim.replica} would leave" for victim in victims)
             return self._advise(now_s, "load", record.name, action.reason, where, leave, held_back)
-        worker, device = action.devices[0]
-        peers = tuple(peer for _, peer in action.devices[1:])
-        placement = Placement(worker, device, action.victims, action.reason, peers)
-        self.place(now_s, placement, record)
+        self.place(now_s, Placement(worker, device, action.victims, action.reason, peers), record)
         return ""
 
     def _victims_refusal(self, action: StartReplica, devices: list[Device]) -> str:

@@ -59,8 +59,6 @@ class JournalKeeper:
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     _told_s: float | None = None
 
-    # ----------------------------------------------------------------------------------------------------------- reading
-
     async def catch_up(self) -> None:
         """Reads what is new.
 
@@ -98,8 +96,6 @@ class JournalKeeper:
                 except BusError as error:
                     log.debug("the journal cannot be read", reason=str(error))
             await asyncio.sleep(FOLLOW_EVERY_S)
-
-    # --------------------------------------------------------------------------------------------------------- appending
 
     def append(self, epoch: int, entries: tuple[JournalEntry, ...]) -> None:
         """Takes the next record and returns at once; :meth:`run` stores it."""

@@ -35,8 +35,6 @@ class KvControl:
         """Those verbs."""
         return {"evict-kv": (EvictKvOf, self._evict), "migrate-kv": (MigrateKvOf, self._migrate)}
 
-    # ------------------------------------------------------------------------------------------------------------- verbs
-
     async def _evict(self, argument: EvictKvOf) -> Row:
         record = self._with_kv(argument.model)
         workers = [self._node(argument.worker, "worker")] if argument.worker else self._nodes()
@@ -68,8 +66,6 @@ class KvControl:
         if not begun:
             raise ConfigError("this scheduler leads no more: try again")
         return {"model": record.name, "transactions": begun}
-
-    # ------------------------------------------------------------------------------------------------------ what is meant
 
     def _with_kv(self, model: str) -> ModelRecord:
         record = self._people.model(model)
@@ -103,8 +99,6 @@ class KvControl:
         if not report.running:
             raise ConfigError(f"{what}: the KV node of {name!r} does not run ({report.note}); try again in a moment")
         return matches[0]
-
-    # -------------------------------------------------------------------------------------------------------------- rows
 
     def rows(self) -> list[Row]:
         """One row per worker and tier, as the agents last told it."""

@@ -55,8 +55,6 @@ class People:
             "withdraw": (Withdraw, self._withdraw),
         }
 
-    # ------------------------------------------------------------------------------------------------------------- verbs
-
     async def _lock(self, argument: Named) -> Row:
         what, name = self._named(argument, tuple(KINDS))
         return {what: name, "locked": True, "changed": await self._set(KINDS[what], name)}
@@ -154,8 +152,6 @@ class People:
             if entry.load is not None
         ]
 
-    # ----------------------------------------------------------------------------------------------------------- storing
-
     async def _set(
         self,
         kind: OverrideKind,
@@ -185,8 +181,6 @@ class People:
             or (entry.load is not None and unix_s - entry.load.end_unix_s > EVENT_KEPT_S)
         ]
         return without(known, over)
-
-    # ------------------------------------------------------------------------------------------------------ what is meant
 
     def model(self, name: str) -> ModelRecord:
         """The record of a model by its name or an alias.

@@ -67,9 +67,6 @@ def _command_key(command: SchedulerCommand) -> str:
     return f"{type(command).__name__} {hashlib.blake2b(_encoder.encode(command), digest_size=8).hexdigest()}"
 
 
-# -------------------------------------------------------------------------------------------------------------- recording
-
-
 class Recorder:
     """Writes a recording. Whatever goes wrong ends the recording and not the scheduler."""
 
@@ -193,9 +190,6 @@ def _frames(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         if len(payload) < length:
             return
         yield payload, file.tell()
-
-
-# ---------------------------------------------------------------------------------------------------------------- replay
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,8 +66,6 @@ class RegistrySync(BucketSync):
         for name in known:
             self._registry.delete(name)
 
-    # --------------------------------------------------------------------------------------------------------- following
-
     def _changed(self, key: str, entry: KvEntry | None) -> None:
         if entry is None:
             if key in self.records:
@@ -113,8 +111,6 @@ class RegistrySync(BucketSync):
         self.records.pop(name, None)
         self.on_removed(name)
         await self._mirror(self._registry.delete, name)
-
-    # ----------------------------------------------------------------------------------------------------------- writing
 
     async def apply(self, record: ModelRecord) -> ModelRecord:
         """Stores a record under the next revision of its name; an equal one is left as it is.

@@ -305,15 +305,14 @@ class Coordinator:
         """Takes off what a model has above ``max_replicas``: those not ready before those that run least."""
         for index, model in enumerate(look.models):
             over = len(layout.of[index]) - model.record.max_replicas
-            if over > 0:
-                views = [
-                    (look.replicas[block.replica], number)
-                    for number in layout.of[index]
-                    if (block := layout.blocks[number]).replica is not None and not block.stays
-                ]
-                views.sort(key=lambda entry: (look.ready(entry[0].replica), entry[0].running, entry[0].replica))
-                for _, number in views[:over]:
-                    layout.remove(number)
+            views = [
+                (look.replicas[block.replica], number)
+                for number in (layout.of[index] if over > 0 else ())
+                if (block := layout.blocks[number]).replica is not None and not block.stays
+            ]
+            views.sort(key=lambda entry: (look.ready(entry[0].replica), entry[0].running, entry[0].replica))
+            for _, number in views[: max(0, over)]:
+                layout.remove(number)
 
     def _turns(self, look: Look, layout: Layout, auction: Turns) -> Layout:
         """Who waits without a place gets that of others; see ``turns``. What yields does so at once, so that what its
@@ -339,11 +338,11 @@ class Coordinator:
         now_s = look.now_s
         self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < t.CALM_S}
         least = t.RELIEF_LACK if len(look.problem.sites) <= t.LARGE_DEVICES else t.RELIEF_LACK_LARGE
-        lacks = []
-        for index, wanted in enumerate(look.problem.needs):
-            lack = layout.lack(index)
-            if lack > least and layout.of[index] and wanted.model not in self._relief_s:
-                lacks.append((-lack * wanted.value, index))
+        lacks = [
+            (-lack * wanted.value, index)
+            for index, wanted in enumerate(look.problem.needs)
+            if (lack := layout.lack(index)) > least and layout.of[index] and wanted.model not in self._relief_s
+        ]
         lacking = [index for _, index in sorted(lacks)[: t.TRIES]]
         if not lacking:
             return None
@@ -398,10 +397,7 @@ class Coordinator:
         tries = min(t.TRIES, len(candidates))
         turns = [candidates[(self._turn + turn) % len(candidates)] for turn in range(tries)]
         self._turn += tries
-        for site in turns:
-            if search.empty(site):
-                return [site]
-        return []
+        return next(([site] for site in turns if search.empty(site)), [])
 
     def _young_sites(self, look: Look) -> set[int]:
         views = [(block, look.replicas[block.replica]) for block in look.problem.placed if block.replica is not None]

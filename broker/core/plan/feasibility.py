@@ -47,8 +47,6 @@ class Feasibility:
         """Replicas that serve or will."""
         return len(self._pool.open_replicas(deployment)) + self._pool.coming_replicas(deployment)
 
-    # ------------------------------------------------------------------------------------------------------------ who stays
-
     def stays(self, replica: Replica) -> bool:
         """Whether a replica may not be evicted by anybody: pinned, locked, or needed for its model's minimum."""
         record = self._catalogue.of_deployment(replica.report.deployment)
@@ -107,8 +105,6 @@ class Feasibility:
         if self.stays(replica):
             return f"{replica.replica} is pinned, locked or needed for a minimum"
         return ""
-
-    # ------------------------------------------------------------------------------------------------------------ devices
 
     def groups(self, record: ModelRecord) -> list[Group]:
         """Usable devices that could hold the model together if they were empty."""

@@ -102,7 +102,9 @@ class Search:
         options = self._options(need, new_devices, shut)
         for index, option in enumerate(options):
             if not option.leave and len(option.sites) == 1:
-                gain = self._gain_of(need, option.sites)
+                # Where it fits (``_places``) it need not be put there to be judged.
+                won = layout.lost() - layout.lost_with(need, option.sites[0])
+                gain = self._worth(won, self._load_price(need, option.sites), int(not layout.on[option.sites[0]]))
             else:
                 mark = layout.mark()
                 gain = self._gain(need, option)
@@ -119,11 +121,11 @@ class Search:
         layout = self.layout
         if layout.of[need] or not layout.problem.needs[need].replicas_min:
             return False
-        for option in options:
-            if option.sites and not option.leave and layout.fits(need, option.sites):
-                layout.add(need, option.sites)
-                return True
-        return False
+        free = (option.sites for option in options if option.sites and not option.leave)
+        first = next((sites for sites in free if layout.fits(need, sites)), None)
+        if first is not None:
+            layout.add(need, first)
+        return first is not None
 
     def _gain(self, need: int, option: _Option) -> float | None:
         """Makes a change and returns what it is worth; None (and a layout to be rolled back) when that is nothing."""
@@ -138,13 +140,6 @@ class Search:
             price = self._load_price(need, option.sites)
             layout.add(need, option.sites)
         return self._worth(lost - layout.lost(), price, layout.devices - devices)
-
-    def _gain_of(self, need: int, sites: tuple[int, ...]) -> float | None:
-        """What a block on one site is worth, where it fits (``_places``); changes nothing."""
-        layout = self.layout
-        lost = layout.lost()
-        won = lost - layout.lost_with(need, sites[0])
-        return self._worth(won, self._load_price(need, sites), 0 if layout.on[sites[0]] else 1)
 
     def _load_price(self, need: int, sites: tuple[int, ...]) -> float:
         problem = self.layout.problem

@@ -106,8 +106,6 @@ class Turns:
         late = need.wait_s >= t.LATE_S or count < need.floor
         return need.value * self.layout.lack(index) if late else 0.0
 
-    # ------------------------------------------------------------------------------------------------------------ sellers
-
     def _sellers(self) -> dict[int, list[_Seller]]:
         """By site those that could leave it, the cheapest first."""
         look, layout = self.look, self.layout
@@ -145,8 +143,6 @@ class Turns:
             return True
         # A busy model gives its last place only to one that waits and has none.
         return not self.layout.of[index] and (not seller.last or need.wait_s > 0)
-
-    # ------------------------------------------------------------------------------------------------------------- buying
 
     def _buy(self, index: int, bid: float, sellers: dict[int, list[_Seller]]) -> Turn | None:
         need = self.look.problem.needs[index]
