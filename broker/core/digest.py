@@ -66,6 +66,12 @@ class DigestBuilder:
         """The routing weight of a replica; 1.0 is neutral."""
         return self._weights.get(replica, 1.0)
 
+    def told(self, record: ModelRecord) -> PoolModel:
+        """What the last digest said of a model. Asking the core again could change what it decides next."""
+        models = self.latest.models if self.latest is not None else ()
+        nothing = PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
+        return next((model for model in models if model.name == record.name), nothing)
+
     def note(
         self,
         now_s: float,

@@ -28,7 +28,7 @@ from subjects.bus import Bus
 from subjects.codec import decode
 from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout, place_of
 from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
-from subjects.messages import ControlReply, ControlRequest, EngineType, Mode, ModelRecord, PoolModel, RequestStory
+from subjects.messages import ControlReply, ControlRequest, EngineType, Mode, ModelRecord, RequestStory
 
 ASK_GATEWAY_S_MAX = 2.0
 
@@ -199,7 +199,7 @@ class Control:
         for record in core.catalogue.by_name():
             replicas = [r for r in core.pool.replicas_for(record.deployment) if not r.dead]
             states = {r.report.state for r in replicas}
-            told = self._told(record)
+            told = self._core.digests.told(record)
             asked = demand.get(record.deployment, Demand())
             rows.append(
                 {
@@ -230,16 +230,9 @@ class Control:
 
     def _refusal(self, record: ModelRecord) -> list[str]:
         """Why requests are refused, if they are; and what the last load said, which clients are not told."""
-        refusal = self._told(record).refusal
+        refusal = self._core.digests.told(record).refusal
         failure = self._core.catalogue.model(record.deployment).failure
         return [refusal, *([f"its last load failed: {failure}"] if failure else [])] if refusal else []
-
-    def _told(self, record: ModelRecord) -> PoolModel:
-        """What the last digest said of a model. Asking the core again could change what it decides next."""
-        latest = self._core.digests.latest
-        models = latest.models if latest is not None else ()
-        nothing = PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
-        return next((model for model in models if model.name == record.name), nothing)
 
     def _replicas(self) -> list[Row]:
         core = self._core
@@ -294,7 +287,7 @@ class Control:
                 "waiting": demand.waiting,
                 "running": demand.running,
                 "oldest_wait_s": round(demand.oldest_wait_s, 3),
-                "estimated_wait_s": round(self._told(record).estimated_wait_s, 1),
+                "estimated_wait_s": round(self._core.digests.told(record).estimated_wait_s, 1),
             }
             for deployment, demand in sorted(core.pool.demand(now_s).items())
             if (record := core.catalogue.of_deployment(deployment)) is not None

@@ -29,13 +29,12 @@ def explain_model(core: SchedulerCore, log: TransactionLog, record: m.ModelRecor
     pool, catalogue = core.pool, core.catalogue
     demand = pool.demand(now_s).get(record.deployment, Demand())
     replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
-    told = _told(core, record)
+    told = core.digests.told(record)
     shared = sharers(record, catalogue.by_name())
-    refusal = told.refusal if told is not None else ""
     actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
     return {
         "model": record.name,
-        "state": model_state({replica.report.state for replica in replicas}, refused=bool(refusal)),
+        "state": model_state({replica.report.state for replica in replicas}, refused=bool(told.refusal)),
         "mode": catalogue.mode(record.deployment).value,
         "sla_class": record.sla_class.value,
         "min_replicas": record.min_replicas,
@@ -45,9 +44,9 @@ def explain_model(core: SchedulerCore, log: TransactionLog, record: m.ModelRecor
         "waiting": demand.waiting,
         "running": demand.running,
         "oldest_wait_s": round(demand.oldest_wait_s, 3),
-        "estimated_wait_s": told.estimated_wait_s if told is not None else 0.0,
+        "estimated_wait_s": told.estimated_wait_s,
         "replicas": [_replica(core, record, replica) for replica in replicas],
-        "why": _why(core, record, refusal, actions),
+        "why": _why(core, record, told.refusal, actions),
         "costs": list(_costs(core, record)),
         "waits_for": list(_waits_for(core, record, now_s)),
         "would_change": list(_would_change(core, record, demand, replicas)),
@@ -64,12 +63,6 @@ def _needs(record: m.ModelRecord) -> str:
     parts = (("weights", record.weights_bytes), ("KV", record.kv_bytes), ("overhead", record.overhead_bytes))
     text = f"{bytes_text(record.budget_bytes)} ({' + '.join(f'{what} {bytes_text(count)}' for what, count in parts)})"
     return f"{text} on each of {record.gpus} devices, which share weights and KV" if record.gpus > 1 else text
-
-
-def _told(core: SchedulerCore, record: m.ModelRecord) -> m.PoolModel | None:
-    """What gateways were told of it last."""
-    latest = core.digests.latest
-    return next((model for model in latest.models if model.name == record.name), None) if latest is not None else None
 
 
 def _replica(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> Row:

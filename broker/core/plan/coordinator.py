@@ -65,7 +65,6 @@ class CoordinatorSettings:
     residency_s: float = t.RESIDENCY_S
     turn_s: float = t.TURN_S
     spare_level: float = t.SPARE_LEVEL
-    bounds_slots: bool = True
     shares_devices: bool = True
     """False: every replica has its devices for itself."""
     residents_max: int | None = None
@@ -110,13 +109,10 @@ class Coordinator:
         self._shares: dict[DeploymentKey, float] = {}
         """By model: what each of them has on average."""
         self._turn = 0
-        self._calm_s = -math.inf
         self._victims: dict[Place, tuple[ReplicaId, ...]] = {}
         """By place of a block of this look's plan: who leaves for it."""
-        self._advised_s = -math.inf
-        self._decided_s = -math.inf
-        self._watches_since_s = -math.inf
-        self._looked_s = self._slots_s = self._replanned_s = -math.inf
+        self._advised_s = self._decided_s = self._watches_since_s = -math.inf
+        self._looked_s = self._slots_s = self._replanned_s = self._calm_s = -math.inf
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """See ``policy.Policy``."""
@@ -432,7 +428,7 @@ class Coordinator:
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
         self._spare_places = memory.spares
         actions: list[Action] = [*stops.values(), *memory.actions, *self._advice(look)]
-        if s.bounds_slots and now_s - self._slots_s >= t.LOOK_S - 1e-6:
+        if now_s - self._slots_s >= t.LOOK_S - 1e-6:
             self._slots_s = now_s
             actions.extend(self._slots(look, layout, kept))
         self._capacity = [layout.capacity[index] for index in range(len(look.models))]
