@@ -24,7 +24,6 @@ from broker.core.plan.layout import Layout
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.memory import Memory
 from broker.core.plan.need import ModelNeed, Needs, standing
-from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.policy import (
     Action,
     Decision,
@@ -36,7 +35,7 @@ from broker.core.plan.policy import (
     StopReplica,
 )
 from broker.core.plan.prewarming import Prospects
-from broker.core.plan.problem import Block, Need, Place, Problem, Site
+from broker.core.plan.problem import Block, Look, Need, Place, Problem, Site, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
 from broker.core.plan.turns import Turns

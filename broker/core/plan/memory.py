@@ -6,16 +6,17 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from broker.core.plan.layout import Layout
-from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
-from broker.core.plan.problem import Block, Place
+from broker.core.plan.problem import Block, Look, Place, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.standby import Spares
 from broker.core.plan.tunables import GAIN_MIN, GROW_BY, KV_TOKENS_MIN, ROUNDING_BYTES, SHRINK_BY, START_FACTOR
+from broker.core.pool.catalogue import DeviceKey
 from broker.core.pool.describe import seconds_text
-from subjects.ids import ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
+from subjects.messages import ModelRecord
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Memory:
     """Plans the memory of one look: :attr:`actions` in order, and who must go for them."""
 
@@ -37,14 +38,19 @@ class Memory:
     actions: list[Action] = field(default_factory=list)
     spares: list[Place] = field(default_factory=list)
     """Places of the spares that are started."""
+    _free: list[int] = field(default_factory=list)
+    _beside: dict[int, list[ReplicaId]] = field(default_factory=dict)
+    _spare_bytes: dict[int, int] = field(default_factory=dict)
+    _shared_bytes: dict[int, int] = field(default_factory=dict)
+    _site_of: dict[DeviceKey, int] = field(default_factory=dict)
+    _records: dict[DeploymentKey, ModelRecord] = field(default_factory=dict)
+    _fixed: set[DeploymentKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         look, blocks, spares = self._look, self._blocks, self._spares
         sites = look.problem.sites
         devices = look.view.devices
         self._free = [devices[site.key].free_planned_bytes if site.key in devices else 0 for site in sites]
-        self._beside: dict[int, list[ReplicaId]] = {}
-        self._spare_bytes: dict[int, int] = {}
         out = {**dict.fromkeys(self._doomed), **spares.kept}
         for block in look.problem.placed:
             if block.replica is not None and block.replica in out:
@@ -53,10 +59,7 @@ class Memory:
         for block in spares.new:
             site = block.sites[0]
             self._spare_bytes[site] = self._spare_bytes.get(site, 0) + look.problem.needs[block.need].bytes_min
-        self._shared_bytes: dict[int, int] = {}
-        self._going = {**self._closed, **spares.kept}
-        self._keys = [site.key for site in sites]
-        self._site_of = {key: site for site, key in enumerate(self._keys)}
+        self._site_of = {site.key: number for number, site in enumerate(sites)}
         self._records = {model.record.deployment: model.record for model in look.models}
         self._fixed = {model.record.deployment for model in look.models if not model.resizes_kv}
         new = [block for block in blocks if block.replica is None]
@@ -100,7 +103,7 @@ class Memory:
             for name in self._beside.get(site, ()):
                 replica = self._look.replicas[name]
                 stays = name not in self._closed or name in self._stopping or not self._look.ready(name)
-                if stays or replica.devices[0] != self._keys[site] or replica.deployment in self._fixed:
+                if stays or replica.devices[0] != self._look.problem.sites[site].key or replica.deployment in self._fixed:
                     continue
                 record = self._records[replica.deployment]
                 target = kv_used_bytes(record, replica)
@@ -181,7 +184,9 @@ class Memory:
         if room * record.gpus < least:
             for site in block.sites:
                 if self._free[site] - fixed < -(-least // record.gpus):
-                    self.evicted.update(dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._going))
+                    self.evicted.update(
+                        dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._closed or r in self._spares.kept)
+                    )
             return
         each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of[block.need]))
         grows = self._resizes and look.models[block.need].resizes_kv

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from broker.core.plan.layout import Layout
-from broker.core.plan.plan_input import Look
-from broker.core.plan.problem import Block, Need
+from broker.core.plan.problem import Block, Look, Need
 from broker.core.plan.tunables import SPARE_BESIDE_SHARE_MAX, SPARE_LIFE_S_MAX, SPARE_SHARE
 from subjects.ids import DeploymentKey, ReplicaId
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from broker.core.plan import tunables as t
 from broker.core.plan.layout import Layout
-from broker.core.plan.plan_input import Look
-from broker.core.plan.problem import Block, Need, Place
+from broker.core.plan.problem import Block, Look, Need, Place
 from subjects.ids import ReplicaId
 
 

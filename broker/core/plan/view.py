@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from broker.core.plan.costs import CostBook
 from broker.core.plan.feasibility import Feasibility
-from broker.core.plan.plan_input import fixed_bytes
 from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
+from broker.core.plan.problem import fixed_bytes
 from broker.core.pool.catalogue import Catalogue, DeviceKey, Model
 from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import SchedulerSettings
