@@ -88,13 +88,11 @@ class Memory:
         """Sites where somebody should have clearly more and nothing is free: the others must give."""
         sites: list[int] = []
         for block in blocks:
-            if block.replica is None or not self._look.ready(block.replica):
-                continue
-            replica = self._look.replicas[block.replica]
-            record = self._look.models[block.need].record
-            more = (self._target(block) - replica.kv_bytes) // record.gpus
-            if more * record.gpus > GROW_BY * replica.kv_bytes:
-                sites.extend(site for site in block.sites if self._free[site] < more)
+            if block.replica is not None and self._look.ready(block.replica):
+                replica, gpus = self._look.replicas[block.replica], self._look.models[block.need].record.gpus
+                more = (self._target(block) - replica.kv_bytes) // gpus
+                if more * gpus > GROW_BY * replica.kv_bytes:
+                    sites.extend(site for site in block.sites if self._free[site] < more)
         return sites
 
     def _squeeze(self, urgent: set[int]) -> None:

@@ -67,13 +67,11 @@ class ViewBuilder:
         catalogue = self._catalogue
         if self._events[0] != catalogue.news:
             events = []
-            for name in sorted(catalogue.declared):
-                load = catalogue.declared[name]
-                if (record := catalogue.records.get(load.model)) is not None or not load.model:
-                    deployment = record.deployment if record is not None else None
-                    events.append(
-                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, deployment, load.factor, load.at_least)
-                    )
+            for name, load in sorted(catalogue.declared.items()):
+                record = catalogue.records.get(load.model)
+                if record is not None or not load.model:
+                    whose = record.deployment if record is not None else None
+                    events.append(ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, whose, load.factor, load.at_least))
             self._events = (catalogue.news, tuple(events))
         return self._events[1]
 
@@ -84,24 +82,23 @@ class ViewBuilder:
         for device in pool.devices(usable=True):
             room, report = pool.room(device), device.report
             known = before.get(device.key)
-            if known is not None and known[0] is room and known[1] is report and known[2] == news:
-                self._seen_devices[device.key] = known
-                views[device.key] = known[3]
-                continue
-            snapshot = device.worker.snapshot
-            view = views[device.key] = DeviceView(
-                device.key,
-                report.kind,
-                report.device_type,
-                report.link,
-                report.memory_bytes - self._lost_bytes(device),
-                room.free_planned_bytes,
-                room.largest_free_bytes,
-                room.loads_coming,
-                report.busy_s,
-                tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
-            )
-            self._seen_devices[device.key] = (room, report, news, view)
+            if known is None or known[0] is not room or known[1] is not report or known[2] != news:
+                snapshot = device.worker.snapshot
+                view = DeviceView(
+                    device.key,
+                    report.kind,
+                    report.device_type,
+                    report.link,
+                    report.memory_bytes - self._lost_bytes(device),
+                    room.free_planned_bytes,
+                    room.largest_free_bytes,
+                    room.loads_coming,
+                    report.busy_s,
+                    tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
+                )
+                known = (room, report, news, view)
+            self._seen_devices[device.key] = known
+            views[device.key] = known[3]
         return views
 
     def _lost_bytes(self, device: Device) -> int:
