@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import msgspec
@@ -35,44 +36,30 @@ RESIZE_AGAIN_S = 60.0
 """How long a replica that refused to change its KV is left alone."""
 
 
+@dataclass(eq=False, slots=True)
 class Actions:
     """Begins transactions, with their entries in the timeline."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        pool: Pool,
-        catalogue: Catalogue,
-        feasibility: Feasibility,
-        transactions: Transactions,
-        digests: DigestBuilder,
-    ) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._catalogue = catalogue
-        self._feasibility = feasibility
-        self._transactions = transactions
-        self._digests = digests
-        self._entries: dict[tuple[int, str], int] = {}
-        self._advised: dict[tuple[str, ...], float] = {}
-        self._refused_s: dict[ReplicaId, float] = {}
-        """Replicas that would not change their KV, and when: some engines never can."""
-        self.dropped: tuple[tuple[Action, str], ...] = ()
-        """What was not carried out of the last decision, and why."""
+    _settings: SchedulerSettings
+    _pool: Pool
+    _catalogue: Catalogue
+    _feasibility: Feasibility
+    _transactions: Transactions
+    _digests: DigestBuilder
+    _out: list[SchedulerCommand]
+    _entries: dict[tuple[int, str], int] = field(default_factory=dict)
+    _advised: dict[tuple[str, ...], float] = field(default_factory=dict)
+    _refused_s: dict[ReplicaId, float] = field(default_factory=dict)
+    """Replicas that would not change their KV, and when: some engines never can."""
+    dropped: tuple[tuple[Action, str], ...] = ()
+    """What was not carried out of the last decision, and why."""
 
     # ---------------------------------------------------------------------------------------------------------- beginning
 
-    def place(
-        self,
-        now_s: float,
-        placement: Placement,
-        record: ModelRecord,
-        *,
-        out: list[SchedulerCommand],
-    ) -> Transaction:
+    def place(self, now_s: float, placement: Placement, record: ModelRecord) -> Transaction:
         """Begins a placement."""
         leaving = [self._pool.replicas[victim] for victim in placement.victims]
-        transaction = self._transactions.place(now_s, placement, record, out=out)
+        transaction = self._transactions.place(now_s, placement, record, out=self._out)
         where = _where(placement.worker, placement.devices)
         for replica in leaving:
             name = self._catalogue.name(replica.report.deployment)
@@ -85,28 +72,19 @@ class Actions:
         return transaction
 
     def retire(
-        self,
-        now_s: float,
-        replica: Replica,
-        reason: str,
-        *,
-        forced: bool = False,
-        drain_s: float | None = None,
-        out: list[SchedulerCommand],
+        self, now_s: float, replica: Replica, reason: str, *, forced: bool = False, drain_s: float | None = None
     ) -> None:
         """Begins to drain (unless ``forced``) and unload a replica, if nobody did."""
         if replica.replica in self._pool.leaving:
             return
-        transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s, out=out)
+        transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s, out=self._out)
         self.note_retirement(now_s, transaction, replica)
 
-    def ask_kv(
-        self, now_s: float, worker: WorkerId, deployment: DeploymentKey, order: KvOrder, out: list[SchedulerCommand]
-    ) -> None:
+    def ask_kv(self, now_s: float, worker: WorkerId, deployment: DeploymentKey, order: KvOrder) -> None:
         """Asks a worker's KV node for what a person wants."""
         what = f"pull its KV from {order.source}" if order.source is not None else f"drop {order.ratio:.0%} of its KV"
         reason = f"asked for by a person: {what}"
-        transaction = self._transactions.ask_kv(now_s, worker, deployment, order, reason, out)
+        transaction = self._transactions.ask_kv(now_s, worker, deployment, order, reason, self._out)
         name = self._catalogue.name(deployment)
         self._note(now_s, transaction, "kv", transaction.kind.value, name, reason, worker, None)
 
@@ -130,14 +108,14 @@ class Actions:
         number = self._digests.note(now_s, action, model, reason, replica=replica, device=where)
         self._entries[(transaction.number, key)] = number
 
-    def take_up(self, now_s: float, resumption: Resumption, out: list[SchedulerCommand]) -> str:
+    def take_up(self, now_s: float, resumption: Resumption) -> str:
         """Goes on with a transaction of an earlier leader; returns why it cannot, or nothing."""
         pool, began = self._pool, resumption.recorded.began
+        reason = f"an earlier leader began it: {began.reason}"
         if began.kv is not None:
             sent = next(reversed(resumption.recorded.steps), None)
-            transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, out)
+            transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, self._out)
             name = ", ".join(self._catalogue.name(deployment) for deployment in began.deployments)
-            reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, "kv", began.kind, name, reason, began.worker, None)
             return ""
         there = [pool.replicas[replica] for replica in resumption.there]
@@ -150,21 +128,18 @@ class Actions:
         newcomer = pool.replicas.get(resumption.newcomer) if resumption.newcomer is not None else None
         if began.record is not None and newcomer is None:
             known = [device for device in (pool.device(began.worker, key) for key in began.devices) if device is not None]
-            refusal = self._feasibility.cannot_span(began.record, known)
-            if refusal:
+            if refusal := self._feasibility.cannot_span(began.record, known):
                 return refusal
             for device in known:
                 if self._feasibility.block_bytes(device, there) < began.record.budget_bytes:
                     return f"the room on {device.report.device} is gone"
-        transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, out)
+        transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, self._out)
         where = _where(began.worker, began.devices)
         for replica in there:
             name = self._catalogue.name(replica.report.deployment)
             action = "unload" if began.record is None else "evict"
-            reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, replica.replica, action, name, reason, where, replica.replica)
         if began.record is not None:
-            reason = f"an earlier leader began it: {began.reason}"
             self._note(now_s, transaction, "load", "load", began.record.name, reason, where, None)
         return ""
 
@@ -176,21 +151,17 @@ class Actions:
 
     # --------------------------------------------------------------------------------------------------- a policy's actions
 
-    def carry_out(self, now_s: float, actions: Sequence[Action], out: list[SchedulerCommand]) -> None:
+    def carry_out(self, now_s: float, actions: Sequence[Action]) -> None:
         """Begins what is possible of a decision, in its order."""
-        dropped = []
-        for action in actions:
-            refusal = self._carry_out(now_s, action, out)
-            if refusal:
-                dropped.append((action, refusal))
-        self.dropped = tuple(dropped)
+        carried = [(action, self._carry_out(now_s, action)) for action in actions]
+        self.dropped = tuple((action, refusal) for action, refusal in carried if refusal)
 
-    def _carry_out(self, now_s: float, action: Action, out: list[SchedulerCommand]) -> str:
+    def _carry_out(self, now_s: float, action: Action) -> str:
         match action:
             case StartReplica():
-                return self._start(now_s, action, out)
+                return self._start(now_s, action)
             case StopReplica():
-                return self._stop(now_s, action, out)
+                return self._stop(now_s, action)
             case ResizeReplicaKv():
                 return self._resize(now_s, action)
             case SetReplicaConcurrency():
@@ -198,10 +169,9 @@ class Actions:
             case _:
                 assert_never(action)
 
-    def _start(self, now_s: float, action: StartReplica, out: list[SchedulerCommand]) -> str:
+    def _start(self, now_s: float, action: StartReplica) -> str:
         pool, catalogue = self._pool, self._catalogue
-        record = catalogue.of_deployment(action.deployment)
-        if record is None:
+        if (record := catalogue.of_deployment(action.deployment)) is None:
             return "nobody applied that model"
         model = catalogue.model(record.deployment)
         if catalogue.locked(record.deployment):
@@ -219,28 +189,24 @@ class Actions:
         known = [device for device in devices if device is not None]
         if len(known) < len(devices):
             return "one of the devices is not known"
-        refusal = self._feasibility.cannot_span(record, known) or self._victims_refusal(action, known)
-        if refusal:
+        if refusal := self._feasibility.cannot_span(record, known) or self._victims_refusal(action, known):
             return refusal
         if not record.max_num_seqs:
             record = msgspec.structs.replace(record, max_num_seqs=sequences(record, known[0].report.kind))
         victims = [pool.replicas[victim] for victim in action.victims]
-        refusal = self._feasibility.room_refusal(record, known, victims)
-        if refusal:
+        if refusal := self._feasibility.room_refusal(record, known, victims):
             return refusal
         held_back = [
             catalogue.name(deployment)
             for deployment in [record.deployment, *(victim.report.deployment for victim in victims)]
             if catalogue.mode(deployment) is not Mode.ACT
         ]
-        where = _where(action.devices[0][0], tuple(device for _, device in action.devices))
+        (worker, device), *others = action.devices
+        peers = tuple(peer for _, peer in others)
         if held_back:
-            leave = "; ".join(f"{victim.replica} would leave" for victim in victims)
+            where, leave = _where(worker, (device, *peers)), "; ".join(f"{victim.replica} would leave" for victim in victims)
             return self._advise(now_s, "load", record.name, action.reason, where, leave, held_back)
-        worker, device = action.devices[0]
-        peers = tuple(peer for _, peer in action.devices[1:])
-        placement = Placement(worker, device, action.victims, action.reason, peers)
-        self.place(now_s, placement, record, out=out)
+        self.place(now_s, Placement(worker, device, action.victims, action.reason, peers), record)
         return ""
 
     def _victims_refusal(self, action: StartReplica, devices: list[Device]) -> str:
@@ -249,17 +215,15 @@ class Actions:
             replica = self._pool.replicas.get(victim)
             if replica is None or not any((replica.worker, device) in keys for device in replica.devices):
                 return f"{victim} is not on those devices"
-            refusal = self._feasibility.leave_refusal(replica)
-            if refusal:
+            if refusal := self._feasibility.leave_refusal(replica):
                 return refusal
         if len(set(action.victims)) < len(action.victims):
             return "a victim is named twice"
         return self._feasibility.minimum_refusal([self._pool.replicas[victim] for victim in action.victims])
 
-    def _stop(self, now_s: float, action: StopReplica, out: list[SchedulerCommand]) -> str:
-        replica = self._pool.replicas.get(action.replica)
-        if replica is None:
-            return self._take_back(now_s, str(action.replica), action.reason, out)
+    def _stop(self, now_s: float, action: StopReplica) -> str:
+        if (replica := self._pool.replicas.get(action.replica)) is None:
+            return self._take_back(now_s, str(action.replica), action.reason)
         name = self._catalogue.name(replica.report.deployment)
         coming = replica.report.state in COMING and not replica.dead and replica.replica not in self._pool.leaving
         refusal = "" if coming else self._feasibility.leave_refusal(replica)
@@ -271,19 +235,17 @@ class Actions:
             where = _where(replica.worker, replica.devices)
             return self._advise(now_s, "unload", name, action.reason, where, "", [name])
         if coming:
-            return self._take_back(now_s, base_name(replica.replica), action.reason, out)
+            return self._take_back(now_s, base_name(replica.replica), action.reason)
         drain_s = 0.0 if action.interrupt and self._settings.interrupts else None
-        self.retire(now_s, replica, action.reason, drain_s=drain_s, out=out)
+        self.retire(now_s, replica, action.reason, drain_s=drain_s)
         return ""
 
-    def _take_back(self, now_s: float, replica_name: str, reason: str, out: list[SchedulerCommand]) -> str:
-        transaction = self._transactions.loading(replica_name)
-        if transaction is None:
+    def _take_back(self, now_s: float, replica_name: str, reason: str) -> str:
+        if (transaction := self._transactions.loading(replica_name)) is None:
             return f"{replica_name} is not there"
         if transaction.record is not None and self._catalogue.mode(transaction.record.deployment) is not Mode.ACT:
             return f"the mode of {transaction.record.name} keeps it"
-        retirement = self._transactions.cancel(now_s, transaction, reason, out)
-        if retirement is None:
+        if (retirement := self._transactions.cancel(now_s, transaction, reason, self._out)) is None:
             return f"{replica_name} cannot be taken back now: others are leaving for it, or its load is being begun"
         if retirement is not transaction:
             (victim,) = retirement.victims
@@ -295,8 +257,7 @@ class Actions:
         refusal = self._may_not_change(replica)
         if replica is None or refusal:
             return refusal
-        record = self._catalogue.of_deployment(replica.report.deployment)
-        if record is None:
+        if (record := self._catalogue.of_deployment(replica.report.deployment)) is None:
             return "nobody applied that model"
         if not replica.report.resizes_kv:
             return f"the engine of {replica.replica} cannot change its KV while it runs"

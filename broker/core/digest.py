@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 from broker.core.plan.availability import Outlook
 from broker.core.plan.fairness import Fairness
 from broker.core.pool.events import PublishDigest, SchedulerSettings
-from broker.core.pool.state import Pool, Presence, Replica
+from broker.core.pool.state import Demand, Pool, Presence, Replica
 from subjects.ids import ReplicaId
-from subjects.messages import (
-    Lane,
-    ModelRecord,
-    PoolDigest,
-    PoolModel,
-    PoolReplica,
-    ReplicaState,
-    SlaClass,
-    TimelineEntry,
-)
+from subjects.messages import Lane, ModelRecord, PoolDigest, PoolModel, PoolReplica, ReplicaState, SlaClass, TimelineEntry
 
 DEAD_TOLD_MAX = 256
 """So many of the dead, the latest ones, are told to everybody; a successor gets all."""
 
 
+@dataclass(eq=False, slots=True)
 class DigestBuilder:
     """Builds digests, and keeps the timeline.
 
     The timeline's times are monotonic inside and become wall-clock times on the way out.
     """
 
-    def __init__(self, settings: SchedulerSettings, pool: Pool, fairness: Fairness) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._fairness = fairness
-        self._sequence = 0
-        self._numbers = 0
-        self.notes = 0
-        """Grows with every change of the timeline."""
-        self._timeline: dict[int, TimelineEntry] = {}
-        self._restored: tuple[TimelineEntry, ...] = ()
-        self._lifted: tuple[tuple[int, float], tuple[TimelineEntry, ...]] | None = None
-        self._published_s: float | None = None
-        self._weights: dict[ReplicaId, float] = {}
-        self._told: dict[ReplicaId, PoolReplica] = {}
-        self.measures: dict[ReplicaId, int] = {}
-        """Who should measure costs in idle moments, and up to which batch."""
-        self.latest: PoolDigest | None = None
+    _settings: SchedulerSettings
+    _pool: Pool
+    _fairness: Fairness
+    _sequence: int = 0
+    _numbers: int = 0
+    notes: int = 0
+    """Grows with every change of the timeline."""
+    _timeline: dict[int, TimelineEntry] = field(default_factory=dict)
+    _restored: tuple[TimelineEntry, ...] = ()
+    _lifted: tuple[tuple[int, float], tuple[TimelineEntry, ...]] | None = None
+    _published_s: float | None = None
+    _weights: dict[ReplicaId, float] = field(default_factory=dict)
+    _told: dict[ReplicaId, PoolReplica] = field(default_factory=dict)
+    measures: dict[ReplicaId, int] = field(default_factory=dict)
+    """Who should measure costs in idle moments, and up to which batch."""
+    latest: PoolDigest | None = None
 
     def restore(self, digest: PoolDigest) -> None:
         """Goes on from the last digest of an earlier leader: its dead stay dead."""
@@ -62,19 +55,22 @@ class DigestBuilder:
         for replica in digest.dead:
             self._pool.declare_dead(replica)
 
-    def weigh(self, weights: dict[ReplicaId, float]) -> bool:
-        """Takes routing weights that changed; True when one is news."""
-        changed = False
-        for replica, weight in weights.items():
-            if weight >= 0.0 and replica in self._pool.replicas and self._weights.get(replica, 1.0) != weight:
-                self._weights[replica] = weight
-                changed = True
-        self.notes += changed
-        return changed
+    def weigh(self, weights: dict[ReplicaId, float]) -> None:
+        """Takes routing weights that changed."""
+        there = self._pool.replicas
+        news = {r: w for r, w in weights.items() if w >= 0.0 and r in there and self._weights.get(r, 1.0) != w}
+        self._weights.update(news)
+        self.notes += bool(news)
 
     def weight(self, replica: ReplicaId) -> float:
         """The routing weight of a replica; 1.0 is neutral."""
         return self._weights.get(replica, 1.0)
+
+    def told(self, record: ModelRecord) -> PoolModel:
+        """What the last digest said of a model. Asking the core again could change what it decides next."""
+        models = self.latest.models if self.latest is not None else ()
+        nothing = PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
+        return next((model for model in models if model.name == record.name), nothing)
 
     def note(
         self,
@@ -128,7 +124,7 @@ class DigestBuilder:
         self._weights = {replica: w for replica, w in self._weights.items() if replica in self._pool.replicas}
         known, self._told = self._told, {}
         replicas = tuple([self._tell(replica, known) for replica in self._pool.replicas_in_order() if not replica.dead])
-        demand = self._pool.inflow.demand(now_s)
+        demand, nobody = self._pool.inflow.demand(now_s), Demand()
         models = tuple(
             PoolModel(
                 deployment=record.deployment,
@@ -139,7 +135,7 @@ class DigestBuilder:
                 retry_after_s=outlook.retry_after_s,
                 permanent=outlook.permanent,
                 class_weights=self._fairness.weights(record.deployment),
-                waiting_queues=_in_order(demand[record.deployment].queues) if record.deployment in demand else (),
+                waiting_queues=tuple(sorted(demand.get(record.deployment, nobody).queues, key=_by_name)),
                 kv=self._pool.kv.of(record.kv_signature),
             )
             for name, (record, outlook) in outlooks.items()
@@ -159,13 +155,13 @@ class DigestBuilder:
     def _tell(self, replica: Replica, known: dict[ReplicaId, PoolReplica]) -> PoolReplica:
         """A replica's row: the same object as long as it says the same."""
         report = replica.report
-        state = self._state(report.replica, report.state)
+        leaves = report.replica in self._pool.leaving and report.state is ReplicaState.READY
+        state = ReplicaState.DRAINING if leaves else report.state
         suspect = self._pool.workers[replica.worker].presence is Presence.SUSPECT
         weight = self._weights.get(report.replica, 1.0)
         measure = self.measures.get(report.replica, 0)
         row = known.get(report.replica)
-        told = (row.state, row.suspect, row.weight, row.measure) if row is not None else None
-        if row is None or told != (state, suspect, weight, measure):
+        if row is None or (row.state, row.suspect, row.weight, row.measure) != (state, suspect, weight, measure):
             row = PoolReplica(
                 replica=report.replica,
                 deployment=report.deployment,
@@ -180,10 +176,6 @@ class DigestBuilder:
         self._told[report.replica] = row
         return row
 
-    def _state(self, replica: ReplicaId, state: ReplicaState) -> ReplicaState:
-        leaves = replica in self._pool.leaving and state is ReplicaState.READY
-        return ReplicaState.DRAINING if leaves else state
 
-
-def _in_order(queues: frozenset[tuple[SlaClass, Lane]]) -> tuple[tuple[SlaClass, Lane], ...]:
-    return tuple(sorted(queues, key=lambda queue: (queue[0].value, queue[1].value)))
+def _by_name(queue: tuple[SlaClass, Lane]) -> tuple[str, str]:
+    return queue[0].value, queue[1].value

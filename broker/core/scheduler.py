@@ -27,54 +27,14 @@ from broker.core.plan.fairness import Fairness
 from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.policy import Policy
 from broker.core.plan.view import ViewBuilder
+from broker.core.pool import events as ev
 from broker.core.pool.catalogue import Catalogue
-from broker.core.pool.events import (
-    AppendJournal,
-    BeatSeen,
-    BusRoundTripMade,
-    CommandAnswered,
-    CommandUnanswered,
-    CostsKept,
-    DigestRestored,
-    DrainRequested,
-    IngressReported,
-    JournalRestored,
-    KeepCosts,
-    KvOrdered,
-    LeadershipGained,
-    LeadershipLost,
-    ModelApplied,
-    ModelRemoved,
-    OperationSeen,
-    OverridesChanged,
-    ProfileAsked,
-    RegistryLoaded,
-    Resign,
-    SchedulerCommand,
-    SchedulerEvent,
-    SchedulerSettings,
-    Ticked,
-    UnloadRequested,
-    WorkerReported,
-)
 from broker.core.pool.journal import Course, resume
 from broker.core.pool.state import Changes, Pool, Presence
 from broker.core.pool.transactions import Transactions
+from subjects import messages as m
 from subjects.errors import place_of
 from subjects.ids import DeploymentKey
-from subjects.messages import (
-    KV_STARTS,
-    CommandOutcome,
-    CostsMeasured,
-    JournalEntry,
-    KvReport,
-    OperationEnded,
-    OperationProgressed,
-    ReplicaDied,
-    ReplicaState,
-    Severity,
-    WorkerSnapshot,
-)
 
 MEASURES_EVERY_S = 1.0
 """How often it is looked who should measure costs."""
@@ -87,9 +47,11 @@ a look at once comes no sooner than half of the usual time after another."""
 class SchedulerCore:
     """Pure: events in, commands out. One instance per scheduler process, leader or standby."""
 
-    def __init__(self, settings: SchedulerSettings | None = None, policy: Policy | None = None) -> None:
+    def __init__(self, settings: ev.SchedulerSettings | None = None, policy: Policy | None = None) -> None:
         """``policy``: another one than the coordinator, for tests and comparisons."""
-        self.settings = settings or SchedulerSettings()
+        self.settings = settings or ev.SchedulerSettings()
+        self._out: list[ev.SchedulerCommand] = []
+        """What must be done by the step of this moment; all parts write to it."""
         self.pool = Pool(self.settings)
         self.transactions = Transactions(self.settings, self.pool)
         self.catalogue = Catalogue()
@@ -97,8 +59,12 @@ class SchedulerCore:
         self.availability = Availability(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions)
         self.fairness = Fairness()
         self.digests = DigestBuilder(self.settings, self.pool, self.fairness)
-        self.actions = Actions(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions, self.digests)
-        self.outcomes = Outcomes(self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests)
+        self.actions = Actions(
+            self.settings, self.pool, self.catalogue, self.feasibility, self.transactions, self.digests, self._out
+        )
+        self.outcomes = Outcomes(
+            self.settings, self.pool, self.catalogue, self.transactions, self.actions, self.digests, self._out
+        )
         self.costs = CostBook(self.pool)
         self.transactions.orders.measures = self.costs.to_load
         self.views = ViewBuilder(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions, self.costs)
@@ -110,8 +76,7 @@ class SchedulerCore:
         self.next_wake_s = 0.0
         self._leads_since_s = 0.0
         self._listening = True
-        self._unix_offset_s = 0.0
-        self._unfinished: tuple[JournalEntry, ...] = ()
+        self._unfinished: tuple[m.JournalEntry, ...] = ()
         self._undecided = False
         self._gathers_until_s = -math.inf
         self._measures_due_s = -math.inf
@@ -124,109 +89,98 @@ class SchedulerCore:
         self._seen = (0, 0)
 
     @property
-    def epoch_seen_max(self) -> int:
-        """The highest epoch that any worker has reported; a new leader's epoch must be above it."""
-        return self.pool.epoch_seen_max
-
-    @property
     def leads(self) -> bool:
         """Whether this scheduler leads."""
         return self.epoch is not None
 
     # ------------------------------------------------------------------------------------------------------------ events
 
-    def step(self, now_s: float, event: SchedulerEvent) -> list[SchedulerCommand]:
+    def step(self, now_s: float, event: ev.SchedulerEvent) -> list[ev.SchedulerCommand]:
         """Takes one event and returns what must be done, in order."""
-        out: list[SchedulerCommand] = []
+        self._out.clear()
         decide = True
         match event:
-            case BeatSeen():
+            case ev.BeatSeen():
                 decide = self.pool.beat(event.worker, event.epoch_seen)
-            case WorkerReported():
+            case ev.WorkerReported():
                 changes = self.pool.report(now_s, event.snapshot)
-                self._reported(now_s, changes, out)
-                self._observe_costs(now_s, event.snapshot, out)
+                self._reported(now_s, changes)
+                self._observe_costs(now_s, event.snapshot)
                 if event.snapshot.kv is not None and event.snapshot.kv.note:
-                    self._kv_is_short(now_s, event.snapshot, event.snapshot.kv, out)
+                    self._kv_is_short(now_s, event.snapshot, event.snapshot.kv)
                 decide = changes.any
-            case IngressReported():
+            case ev.IngressReported():
                 decide = self._ingress(now_s, event)
-            case CommandAnswered():
-                self._answered(now_s, event, out)
-                decide = event.reply.outcome is CommandOutcome.REFUSED
-            case CommandUnanswered():
+            case ev.CommandAnswered():
+                self._answered(now_s, event)
+                decide = event.reply.outcome is m.CommandOutcome.REFUSED
+            case ev.CommandUnanswered():
                 decide = False  # The command is sent again, or given up, in its time.
-            case OperationSeen():
-                decide = self._operation_seen(now_s, event, out)
-            case RegistryLoaded():
+            case ev.OperationSeen():
+                decide = self._operation_seen(now_s, event)
+            case ev.RegistryLoaded():
                 self.catalogue.load(event.records)
-            case CostsKept():
+            case ev.CostsKept():
                 self.costs.restore(event.entries)
-            case ProfileAsked():
+            case ev.ProfileAsked():
                 self.costs.profile(now_s, event.deployment, event.for_s, event.batch_max)
                 decide = True
-            case ModelApplied():
+            case ev.ModelApplied():
                 if self.catalogue.records.get(event.record.name) != event.record:  # A watch can repeat what we know.
                     self.catalogue.apply(event.record)
-            case ModelRemoved():
+            case ev.ModelRemoved():
                 self.catalogue.remove(event.name)
-            case OverridesChanged():
+            case ev.OverridesChanged():
                 self.catalogue.override(event.overrides)
                 self.pool.override(event.overrides)
-            case UnloadRequested():
-                self._unload_requested(now_s, event.name, out)
-            case KvOrdered():
+            case ev.UnloadRequested():
+                self._unload_requested(now_s, event.name)
+            case ev.KvOrdered():
                 if self.leads and event.worker in self.pool.workers:
-                    self.actions.ask_kv(now_s, event.worker, event.deployment, event.order, out)
-            case DrainRequested():
-                self._drain_requested(now_s, event, out)
-            case JournalRestored():
+                    self.actions.ask_kv(now_s, event.worker, event.deployment, event.order)
+            case ev.DrainRequested():
+                self._drain_requested(now_s, event)
+            case ev.JournalRestored():
                 self._unfinished = event.entries
                 decide = False
-            case DigestRestored():
+            case ev.DigestRestored():
                 self.digests.restore(event.digest)
-            case LeadershipGained():
+            case ev.LeadershipGained():
                 self.epoch = event.epoch
                 self.transactions.lead(event.epoch)
-                self.outcomes.lead(True)
                 self._leads_since_s = now_s
                 self._listening = True
                 self.pool.inflow.take_flow()
-            case LeadershipLost():
+            case ev.LeadershipLost():
                 self.epoch = None
-                self.outcomes.lead(False)
                 self._unfinished = ()
                 self.transactions.lead(0)
-            case BusRoundTripMade():
+            case ev.BusRoundTripMade():
                 self.pool.round_trip(now_s)
                 decide = False
-            case Ticked():
-                self._unix_offset_s = event.unix_s - now_s
-                self.transactions.orders.unix_offset_s = self.outcomes.unix_offset_s = self._unix_offset_s
-                self.views.unix_offset_s = self.costs.unix_offset_s = self._unix_offset_s
-                self._tick(now_s, out)
+            case ev.Ticked():
+                self.transactions.orders.unix_offset_s = self.costs.unix_offset_s = event.unix_s - now_s
+                self._tick(now_s)
             case _:
                 assert_never(event)
         if self._seen != (self.catalogue.news, self.pool.layout):
             self._seen = (self.catalogue.news, self.pool.layout)
             self._look_now = True
         self._undecided |= decide
-        if self._undecided and self.leads and (now_s >= self._gathers_until_s or isinstance(event, Ticked)):
+        if self._undecided and self.leads and (now_s >= self._gathers_until_s or isinstance(event, ev.Ticked)):
             self._undecided = False
             devices = len(self.pool.devices(usable=False))
             self._gathers_until_s = now_s + (DECISION_GAP_S * devices if devices > DEVICES_AT_ONCE_MAX else 0.0)
-            self.outcomes.settle(now_s, out)
+            self.outcomes.settle(now_s)
             if self._may_decide(now_s):
                 if self._unfinished:
-                    self._resume(now_s, out)
-                self._decide(now_s, out)
-            self._publish(now_s, out)
+                    self._resume(now_s)
+                self._decide(now_s)
+            self._publish(now_s)
         journal = self.transactions.orders.take_journal()
-        if journal:
-            out.insert(0, AppendJournal(journal))
-        return out
+        return [*([ev.AppendJournal(journal)] if journal else ()), *self._out]
 
-    def _ingress(self, now_s: float, event: IngressReported) -> bool:
+    def _ingress(self, now_s: float, event: ev.IngressReported) -> bool:
         if self.pool.inflow.is_news(event.telemetry):
             records = self.catalogue.records_by_deployment()
             self.fairness.take(event.telemetry.demand, records)
@@ -235,7 +189,7 @@ class SchedulerCore:
         self._look_now |= any(self.feasibility.replicas_count(deployment) == 0 for deployment in starts)
         return bool(starts)
 
-    def _tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def _tick(self, now_s: float) -> None:
         self.next_wake_s = now_s + self.settings.tick_s
         self.fairness.look(now_s, self.catalogue.records_by_deployment())
         self.digests.notes += self.fairness.news
@@ -244,83 +198,81 @@ class SchedulerCore:
             lost = [replica.replica for replica in self.pool.replicas_of(worker.worker)]
             text = f"worker {worker.worker} is silent and counts as dead, with {len(lost)} replicas"
             evidence = {"replicas": " ".join(lost), "silence": f"{self.settings.dead_s:g} s or more"}
-            self.outcomes.alert(
-                now_s, Severity.CRITICAL, "worker-dead", worker.worker, text, evidence, "carpool get devices", out
-            )
+            remedy = "carpool get devices"
+            self.outcomes.alert(now_s, m.Severity.CRITICAL, "worker-dead", worker.worker, text, remedy, **evidence)
         if self.pool.mass_silence:
             text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
-            self.outcomes.alert(now_s, Severity.CRITICAL, "mass-silence", "pool", text, {}, "carpool get devices", out)
+            self.outcomes.alert(now_s, m.Severity.CRITICAL, "mass-silence", "pool", text, "carpool get devices")
         if self.leads:
-            self.transactions.tick(now_s, out)
+            self.transactions.tick(now_s, self._out)
 
-    def _reported(self, now_s: float, changes: Changes, out: list[SchedulerCommand]) -> None:
+    def _reported(self, now_s: float, changes: Changes) -> None:
         self._look_now |= self._starved and bool(changes.appeared or changes.ended or changes.vanished)
         for replica in changes.appeared:
             self.transactions.replica_seen(now_s, replica)
         for replica in changes.changed:
             ours = self.transactions.replica_seen(now_s, replica)
-            if ours or replica.report.state is not ReplicaState.FAILED:
-                continue
-            if replica.replica in self.pool.leaving:
+            failed = not ours and replica.report.state is m.ReplicaState.FAILED
+            if failed and replica.replica in self.pool.leaving:
                 self.pool.declare_dead(replica.replica)  # It did not survive its drain; its requests go on elsewhere.
-            else:
-                self.outcomes.lost(now_s, replica, replica.report.failure, out)
+            elif failed:
+                self.outcomes.lost(now_s, replica, replica.report.failure)
         for replica in changes.ended:
             self.transactions.replica_seen(now_s, replica)
         for replica in changes.vanished:
             ours = self.transactions.replica_gone(now_s, replica.replica, "")
             # A failed one was counted before; one that drained for somebody else left as it should.
-            if not ours and replica.report.state not in (ReplicaState.FAILED, ReplicaState.DRAINING):
-                self.outcomes.lost(now_s, replica, "its worker lists it no more", out)
+            if not ours and replica.report.state not in (m.ReplicaState.FAILED, m.ReplicaState.DRAINING):
+                self.outcomes.lost(now_s, replica, "its worker lists it no more")
 
-    def _kv_is_short(self, now_s: float, snapshot: WorkerSnapshot, kv: KvReport, out: list[SchedulerCommand]) -> None:
+    def _kv_is_short(self, now_s: float, snapshot: m.WorkerSnapshot, kv: m.KvReport) -> None:
         """A worker's KV node does not run, or does without a tier: time is lost, no request is."""
-        if snapshot.draining or kv.note == KV_STARTS:
+        if snapshot.draining or kv.note == m.KV_STARTS:
             return
         worker = snapshot.worker
         if kv.running:
             kind, text = "kv-degraded", f"the KV node of {worker} does without something: {kv.note}"
         else:
             kind, text = "kv-node-down", f"the KV node of {worker} does not run ({kv.note}): its replicas compute everything"
-        self.outcomes.alert(now_s, Severity.WARNING, kind, worker, text, {}, "carpool get kv", out)
+        self.outcomes.alert(now_s, m.Severity.WARNING, kind, worker, text, "carpool get kv")
 
-    def _answered(self, now_s: float, event: CommandAnswered, out: list[SchedulerCommand]) -> None:
+    def _answered(self, now_s: float, event: ev.CommandAnswered) -> None:
         self.pool.epoch_seen_max = max(self.pool.epoch_seen_max, event.reply.epoch_seen)
-        if event.reply.outcome is CommandOutcome.STALE_EPOCH:
+        if event.reply.outcome is m.CommandOutcome.STALE_EPOCH:
             if self.leads and self.transactions.orders.find(event.reply.operation) is not None:
-                out.append(Resign(f"a worker has obeyed epoch {event.reply.epoch_seen}, ours is {self.epoch}"))
+                self._out.append(ev.Resign(f"a worker has obeyed epoch {event.reply.epoch_seen}, ours is {self.epoch}"))
             return
-        self.transactions.answered(now_s, event.reply, out)
+        self.transactions.answered(now_s, event.reply, self._out)
 
-    def _operation_seen(self, now_s: float, event: OperationSeen, out: list[SchedulerCommand]) -> bool:
+    def _operation_seen(self, now_s: float, event: ev.OperationSeen) -> bool:
         match event.event:
-            case OperationProgressed():
+            case m.OperationProgressed():
                 return False
-            case CostsMeasured():
-                self._costs_measured(now_s, event.event, out)
+            case m.CostsMeasured():
+                self._costs_measured(now_s, event.event)
                 return False
-            case OperationEnded():
+            case m.OperationEnded():
                 self._look_now |= self._starved
-                self.transactions.operation_ended(now_s, event.event, out)
-            case ReplicaDied():
+                self.transactions.operation_ended(now_s, event.event, self._out)
+            case m.ReplicaDied():
                 self._look_now = True
                 replica = self.pool.ended(event.event.replica)
                 ours = self.transactions.replica_gone(now_s, event.event.replica, event.event.detail)
                 if replica is not None and (not ours or replica.report.running):
                     self.pool.declare_dead(event.event.replica)
-                if replica is not None and not ours and replica.report.state is not ReplicaState.FAILED:
-                    self.outcomes.lost(now_s, replica, event.event.detail, out)
+                if replica is not None and not ours and replica.report.state is not m.ReplicaState.FAILED:
+                    self.outcomes.lost(now_s, replica, event.event.detail)
             case _:
                 assert_never(event.event)
         return True
 
-    def _costs_measured(self, now_s: float, event: CostsMeasured, out: list[SchedulerCommand]) -> None:
+    def _costs_measured(self, now_s: float, event: m.CostsMeasured) -> None:
         record = self.catalogue.of_deployment(event.deployment)
         kept = self.costs.measured(now_s, event, record) if record is not None else None
         if kept is not None and self.leads:
-            out.append(KeepCosts(kept))
+            self._out.append(ev.KeepCosts(kept))
 
-    def _observe_costs(self, now_s: float, snapshot: WorkerSnapshot, out: list[SchedulerCommand]) -> None:
+    def _observe_costs(self, now_s: float, snapshot: m.WorkerSnapshot) -> None:
         """Engines' steps correct costs; those that turn out to be wrong for good are told of and measured again."""
         for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.records_by_deployment()):
             text = f"steps of {record.name} on {kind or 'its devices'} take {account.ratio:.2f} times what its costs say"
@@ -328,33 +280,30 @@ class SchedulerCore:
             remedy = f"carpool profile {record.name}" if given else "carpool get costs"
             self.digests.note(now_s, "costs", record.name, f"{text}; {'its file gives them' if given else 'measured again'}")
             evidence = {"ratio": f"{account.ratio:.3f}", "steps": str(account.steps)}
-            self.outcomes.alert(now_s, Severity.WARNING, "costs-deviate", record.name, text, evidence, remedy, out)
+            self.outcomes.alert(now_s, m.Severity.WARNING, "costs-deviate", record.name, text, remedy, **evidence)
 
-    def _unload_requested(self, now_s: float, name: str, out: list[SchedulerCommand]) -> None:
-        record = self.catalogue.records.get(name)
-        if record is None or not self.leads:
+    def _unload_requested(self, now_s: float, name: str) -> None:
+        if (record := self.catalogue.records.get(name)) is None or not self.leads:
             return
         self.catalogue.model(record.deployment).held_down = True
         for replica in sorted(self.pool.replicas_for(record.deployment), key=lambda r: r.replica):
-            if replica.dead:
-                continue
-            self.actions.retire(now_s, replica, "asked for by a person", out=out)
+            if not replica.dead:
+                self.actions.retire(now_s, replica, "asked for by a person")
 
-    def _drain_requested(self, now_s: float, event: DrainRequested, out: list[SchedulerCommand]) -> None:
-        replica = self.pool.replicas.get(event.replica)
-        if replica is not None and self.leads:
+    def _drain_requested(self, now_s: float, event: ev.DrainRequested) -> None:
+        if (replica := self.pool.replicas.get(event.replica)) is not None and self.leads:
             drain_s = 0.0 if event.interrupt else event.bound_s
-            self.actions.retire(now_s, replica, "drained by a person", drain_s=drain_s, out=out)
+            self.actions.retire(now_s, replica, "drained by a person", drain_s=drain_s)
 
     # --------------------------------------------------------------------------------------------- what earlier leaders left
 
-    def _resume(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def _resume(self, now_s: float) -> None:
         """Goes on with what earlier leaders left unfinished, before anything new is decided."""
         entries, self._unfinished = self._unfinished, ()
         for resumption in resume(entries, self.pool, self.catalogue):
             refusal = ""
             if resumption.course is Course.GO_ON:
-                refusal = self.actions.take_up(now_s, resumption, out)
+                refusal = self.actions.take_up(now_s, resumption)
                 if not refusal:
                     continue
             failure = "" if resumption.course is Course.FINISHED else refusal or resumption.why
@@ -371,7 +320,7 @@ class SchedulerCore:
             self._listening = led_s < self.settings.listen_s or (unheard and led_s < self.settings.listen_s_max)
         return not self._listening
 
-    def _decide(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def _decide(self, now_s: float) -> None:
         self._starved = False
         for deployment, demand in self.feasibility.look(now_s).items():
             self._starved |= demand.waiting > 0 and self.feasibility.replicas_count(deployment) == 0
@@ -380,12 +329,12 @@ class SchedulerCore:
                 model.last_used_s = now_s
                 model.held_down = False
         self.catalogue.stand_back(self.feasibility.names_to_stand_back())
-        self._drop_unwanted(now_s, out)
-        self._retire_what_must_go(now_s, out)
+        self._drop_unwanted(now_s)
+        self._retire_what_must_go(now_s)
         if self._policy_is_due(now_s):
-            self._ask(now_s, out)
-        self.transactions.start(now_s, out)
-        self.outcomes.settle(now_s, out)
+            self._ask(now_s)
+        self.transactions.start(now_s, self._out)
+        self.outcomes.settle(now_s)
 
     def _policy_is_due(self, now_s: float) -> bool:
         # Half a millisecond: a tick of 100 ms may come a hair early by the clock, and must not wait for the one after.
@@ -394,7 +343,7 @@ class SchedulerCore:
         at_once = self._look_now and (small or since_s >= self.settings.policy_look_s / 2)
         return at_once or since_s >= self.settings.policy_look_s
 
-    def _ask(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def _ask(self, now_s: float) -> None:
         self._looked_s = now_s
         self._look_now = False
         try:
@@ -402,35 +351,28 @@ class SchedulerCore:
         except (ArithmeticError, ValueError, LookupError, TypeError) as error:
             if not self.settings.outlives_policy:
                 raise
-            self._policy_failed(now_s, error, out)
+            self._policy_failed(now_s, error)
             return
         if decision.notes:
             notes = self.notes | decision.notes
             self.notes = {name: note for name, note in notes.items() if self.catalogue.of_deployment(name) is not None}
         self.digests.weigh(decision.weights)
-        self.actions.carry_out(now_s, decision.actions, out)
+        self.actions.carry_out(now_s, decision.actions)
 
-    def _policy_failed(self, now_s: float, error: Exception, out: list[SchedulerCommand]) -> None:
+    def _policy_failed(self, now_s: float, error: Exception) -> None:
         """A policy's mistake costs its decision, not the scheduler: what serves goes on, and people are told."""
-        self.outcomes.alert(
-            now_s,
-            Severity.CRITICAL,
-            "policy-failed",
-            "scheduler",
-            f"no decision for the pool: {place_of(error)}",
-            {"error": place_of(error)},
-            "look for a model with absurd costs among those applied last (carpool get models)",
-            out,
-        )
+        text = f"no decision for the pool: {place_of(error)}"
+        remedy = "look for a model with absurd costs among those applied last (carpool get models)"
+        self.outcomes.alert(now_s, m.Severity.CRITICAL, "policy-failed", "scheduler", text, remedy, error=place_of(error))
 
-    def _drop_unwanted(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def _drop_unwanted(self, now_s: float) -> None:
         """A newcomer that still waits for its device is not loaded once nobody applies its model any more."""
         for transaction in list(self.transactions.running.values()):
             record = transaction.record
             if record is not None and self.catalogue.of_deployment(record.deployment) is None:
-                self.transactions.cancel(now_s, transaction, "its model is not in the registry (any more)", out)
+                self.transactions.cancel(now_s, transaction, "its model is not in the registry (any more)", self._out)
 
-    def _retire_what_must_go(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def _retire_what_must_go(self, now_s: float) -> None:
         """Models nobody applied, replicas declared dead that still exist, drained devices, drains nobody finishes."""
         news = (self.pool.news, self.catalogue.news)
         if news == self._scanned:
@@ -438,23 +380,23 @@ class SchedulerCore:
         self._scanned = news
         for replica in list(self.pool.replicas_in_order()):
             worker = self.pool.workers[replica.worker]
-            if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is ReplicaState.FAILED:
+            if replica.replica in self.pool.leaving or not worker.reachable or replica.report.state is m.ReplicaState.FAILED:
                 continue
             record = self.catalogue.of_deployment(replica.report.deployment)
             drained, bound_s = self.pool.drained(replica)
             if replica.dead:
-                self.actions.retire(now_s, replica, "declared dead while its worker was silent", forced=True, out=out)
+                self.actions.retire(now_s, replica, "declared dead while its worker was silent", forced=True)
             elif record is None:
-                forced = replica.report.state is not ReplicaState.READY
-                self.actions.retire(now_s, replica, "its model is not in the registry (any more)", forced=forced, out=out)
-            elif drained and replica.report.state is ReplicaState.READY:
-                self.actions.retire(now_s, replica, "its device is drained by a person", drain_s=bound_s, out=out)
-            elif replica.report.state is ReplicaState.DRAINING:
-                self.actions.retire(now_s, replica, "its drain was begun and nobody finishes it", out=out)
+                forced = replica.report.state is not m.ReplicaState.READY
+                self.actions.retire(now_s, replica, "its model is not in the registry (any more)", forced=forced)
+            elif drained and replica.report.state is m.ReplicaState.READY:
+                self.actions.retire(now_s, replica, "its device is drained by a person", drain_s=bound_s)
+            elif replica.report.state is m.ReplicaState.DRAINING:
+                self.actions.retire(now_s, replica, "its drain was begun and nobody finishes it")
 
     # ----------------------------------------------------------------------------------------------------- digest, alerts
 
-    def _publish(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def _publish(self, now_s: float) -> None:
         assert self.epoch is not None
         news = (self.epoch, self.pool.news, self.catalogue.news, self.digests.notes)
         if news == self._told and not self.digests.is_due(now_s):
@@ -471,8 +413,9 @@ class SchedulerCore:
             outlooks[record.name] = (record, outlook)
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
-                self.outcomes.alert(now_s, Severity.WARNING, "cannot-fit", record.name, text, {}, "carpool get devices", out)
+                self.outcomes.alert(now_s, m.Severity.WARNING, "cannot-fit", record.name, text, "carpool get devices")
         if now_s >= self._measures_due_s:
             self._measures_due_s = now_s + MEASURES_EVERY_S
             self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_deployment())
-        out.append(self.digests.build(now_s, self.epoch, self._unix_offset_s, outlooks))
+        unix_offset_s = self.transactions.orders.unix_offset_s
+        self._out.append(self.digests.build(now_s, self.epoch, unix_offset_s, outlooks))

@@ -7,6 +7,7 @@ request, in this order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -27,59 +28,49 @@ from subjects.bus import Bus
 from subjects.codec import decode
 from subjects.errors import BusError, ConfigError, DecodeError, NoResponders, RequestTimeout, place_of
 from subjects.ids import IngressId, ReplicaId, RequestId, base_name, is_token
-from subjects.messages import ControlReply, ControlRequest, EngineType, Mode, ModelRecord, PoolModel, RequestStory
+from subjects.messages import ControlReply, ControlRequest, EngineType, Mode, ModelRecord, RequestStory
 
 ASK_GATEWAY_S_MAX = 2.0
 
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class Control:
     """Answers control requests from the core's state, and changes the registry."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        core: SchedulerCore,
-        registry: RegistrySync,
-        people: People,
-        kv: KvControl,
-        transactions: TransactionLog,
-        twu: DeviceTwu,
-        *,
-        now_s: Callable[[], float],
-        unix_offset_s: Callable[[], float],
-        unload: Callable[[str], None],
-        profile: Callable[[ModelRecord, float, int], None],
-    ) -> None:
-        self._bus = bus
-        self._core = core
-        self._registry = registry
-        self._people = people
-        self._kv = kv
-        self._transactions = transactions
-        self._twu = twu
-        self._now_s = now_s
-        self._unix_offset_s = unix_offset_s
-        self._unload = unload
-        self._profile_asked = profile
-        self._verbs: Verbs = {
+    _bus: Bus
+    _core: SchedulerCore
+    _registry: RegistrySync
+    _people: People
+    _kv: KvControl
+    _transactions: TransactionLog
+    _twu: DeviceTwu
+    now_s: Callable[[], float]
+    unix_offset_s: Callable[[], float]
+    unload: Callable[[str], None]
+    profile: Callable[[ModelRecord, float, int], None]
+
+    @property
+    def _verbs(self) -> Verbs:
+        return {
             "apply": (Apply, self._apply),
             "get": (What, self._get),
             "unload": (OfModel, self._unload_model),
             "delete": (OfModel, self._delete),
             "explain": (What, self._explain),
             "profile": (ProfileOf, self._profile),
-            **people.verbs,
-            **kv.verbs,
+            **self._people.verbs,
+            **self._kv.verbs,
         }
 
     async def answer(self, verb: str, payload: ControlRequest) -> ControlReply:
         """The reply to one request; every mistake of the asker is an error with its remedy."""
-        if verb not in self._verbs:
-            return ControlReply(error=f"unknown verb {verb!r}: use {', '.join(sorted(self._verbs))}")
+        verbs = self._verbs
+        if verb not in verbs:
+            return ControlReply(error=f"unknown verb {verb!r}: use {', '.join(sorted(verbs))}")
         try:
-            kind, handler = self._verbs[verb]
+            kind, handler = verbs[verb]
             return ControlReply(result=msgspec.json.encode(await handler(asked(kind, payload.argument))))
         except (msgspec.MsgspecError, ValueError, ConfigError) as error:
             return ControlReply(error=f"{verb}: {error}")
@@ -122,7 +113,7 @@ class Control:
     async def _unload_model(self, argument: OfModel) -> Row:
         record = self._people.model(argument.model)
         replicas = [r for r in self._core.pool.replicas_for(record.deployment) if not r.dead]
-        self._unload(record.name)
+        self.unload(record.name)
         return {"name": record.name, "replicas": len(replicas)}
 
     async def _delete(self, argument: OfModel) -> Row:
@@ -133,27 +124,22 @@ class Control:
 
     async def _explain(self, argument: What) -> Row:
         what = argument.what
-        now_s = self._now_s()
-        unix_s = now_s + self._unix_offset_s()
+        now_s = self.now_s()
+        unix_s = now_s + self.unix_offset_s()
         if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
             what = base.name
-        if what in self._names():
-            record = self._people.model(what)
-            explained = explain_model(self._core, self._transactions, record, now_s, unix_s)
-            return {"explains": "model", **msgspec.to_builtins(explained)}
-        transaction = self._transactions.find(what)
-        if transaction is not None:
-            steps = explain_transaction(self._core, transaction, now_s, unix_s)
-            return {"explains": "transaction", **msgspec.to_builtins(steps)}
-        replica = self._core.pool.replicas.get(ReplicaId(what))
-        if replica is not None and (of := self._core.catalogue.of_deployment(replica.report.deployment)) is not None:
-            explained = explain_model(self._core, self._transactions, of, now_s, unix_s)
-            return {"explains": "model", **msgspec.to_builtins(explained)}
+        record = self._people.model(what) if what in self._names() else None
+        if record is None and (transaction := self._transactions.find(what)) is not None:
+            return {"explains": "transaction", **explain_transaction(self._core, transaction, now_s, unix_s)}
+        if record is None and (replica := self._core.pool.replicas.get(ReplicaId(what))) is not None:
+            record = self._core.catalogue.of_deployment(replica.report.deployment)
+        if record is not None:
+            return {"explains": "model", **explain_model(self._core, self._transactions, record, now_s, unix_s)}
         story = await self._story(what)
         told = {"explains": "request", **msgspec.to_builtins(story)}
         if story.state == "waiting" and (waits := self._registry.records.get(story.model)) is not None:
             about = explain_model(self._core, self._transactions, waits, now_s, unix_s)
-            told["model_state"], told["waits_for"] = about.state, [*about.waits_for, *about.why]
+            told["model_state"], told["waits_for"] = about["state"], [*about["waits_for"], *about["why"]]
         return told
 
     async def _profile(self, argument: ProfileOf) -> Row:
@@ -165,7 +151,7 @@ class Control:
             )
         if argument.for_s and not self._core.pool.open_replicas(record.deployment):
             raise ConfigError(f"model: no replica of {record.name} is ready: send it a request first, then run this again")
-        self._profile_asked(record, argument.for_s, argument.batch_max)
+        self.profile(record, argument.for_s, argument.batch_max)
         return {"model": record.name, "rows": self._costs_of(record)}
 
     async def _story(self, request: str) -> RequestStory:
@@ -207,13 +193,13 @@ class Control:
     # ------------------------------------------------------------------------------------------------------------- views
 
     def _models(self) -> list[Row]:
-        core, now_s = self._core, self._now_s()
+        core, now_s = self._core, self.now_s()
         demand = core.pool.inflow.demand(now_s)
         rows = []
         for record in core.catalogue.by_name():
             replicas = [r for r in core.pool.replicas_for(record.deployment) if not r.dead]
             states = {r.report.state for r in replicas}
-            told = self._told(record)
+            told = self._core.digests.told(record)
             asked = demand.get(record.deployment, Demand())
             rows.append(
                 {
@@ -240,20 +226,13 @@ class Control:
             "random weights" if record.random_weights else "",
             *self._refusal(record),
         ]
-        return "; ".join(note for note in notes if note)
+        return "; ".join(filter(None, notes))
 
     def _refusal(self, record: ModelRecord) -> list[str]:
         """Why requests are refused, if they are; and what the last load said, which clients are not told."""
-        refusal = self._told(record).refusal
+        refusal = self._core.digests.told(record).refusal
         failure = self._core.catalogue.model(record.deployment).failure
         return [refusal, *([f"its last load failed: {failure}"] if failure else [])] if refusal else []
-
-    def _told(self, record: ModelRecord) -> PoolModel:
-        """What the last digest said of a model. Asking the core again could change what it decides next."""
-        latest = self._core.digests.latest
-        models = latest.models if latest is not None else ()
-        nothing = PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
-        return next((model for model in models if model.name == record.name), nothing)
 
     def _replicas(self) -> list[Row]:
         core = self._core
@@ -298,17 +277,17 @@ class Control:
     def _device_note(self, device: Device, use: str) -> str:
         pool, key = self._core.pool, device.key
         notes = [use, "drained" if pool.is_closed(*key) else "", "locked" if pool.device_locked(*key) else ""]
-        return "; ".join(note for note in notes if note)
+        return "; ".join(filter(None, notes))
 
     def _queues(self) -> list[Row]:
-        core, now_s = self._core, self._now_s()
+        core, now_s = self._core, self.now_s()
         return [
             {
                 "model": core.catalogue.name(deployment),
                 "waiting": demand.waiting,
                 "running": demand.running,
                 "oldest_wait_s": round(demand.oldest_wait_s, 3),
-                "estimated_wait_s": round(self._told(record).estimated_wait_s, 1),
+                "estimated_wait_s": round(self._core.digests.told(record).estimated_wait_s, 1),
             }
             for deployment, demand in sorted(core.pool.inflow.demand(now_s).items())
             if (record := core.catalogue.of_deployment(deployment)) is not None
@@ -318,7 +297,7 @@ class Control:
         return [row for record in self._core.catalogue.by_name() for row in self._costs_of(record)]
 
     def _costs_of(self, record: ModelRecord) -> list[Row]:
-        unix_s = self._now_s() + self._unix_offset_s()
+        unix_s = self.now_s() + self.unix_offset_s()
         return [
             {
                 "model": row.model,
@@ -340,6 +319,6 @@ class Control:
         ]
 
     def _timeline(self) -> list[Row]:
-        entries = self._core.digests.timeline(self._unix_offset_s())
+        entries = self._core.digests.timeline(self.unix_offset_s())
         rows: list[Row] = msgspec.to_builtins(entries)
         return list(rows)

@@ -15,169 +15,74 @@ from broker.core.pool.journal import Recorded, Step, TransactionLog
 from broker.core.pool.state import Demand, Replica
 from broker.core.pool.transaction import Stage, Transaction
 from broker.core.scheduler import SchedulerCore
+from broker.scheduler.verbs import Row
 from profiles.deployment import sharers
-from subjects.ids import ReplicaId
-from subjects.messages import (
-    DrainReplica,
-    EvictKv,
-    LoadModel,
-    MigrateKv,
-    Mode,
-    ModelRecord,
-    PoolModel,
-    ResizeKv,
-    SetConcurrency,
-    TimelineEntry,
-    UnloadReplica,
-    WorkerCommand,
-)
+from subjects import messages as m
 
 ACTIONS_MAX = 10
 TRANSACTIONS_MAX = 5
 _TRIMS = ("resize", "concurrency", "evict-kv", "migrate-kv")
 
 
-class ReplicaExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica of the model."""
-
-    replica: ReplicaId
-    where: str
-    state: str
-    state_s: float
-    running: int
-    slots: int
-    budget_bytes: int
-    kv_bytes: int
-    weight: float
-    """Its routing weight: 1 is neutral."""
-    held_by: str
-    """Why nothing automatic may end it; empty when something may."""
-
-
-class StepExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A command of a transaction; times count from the transaction's begin."""
-
-    operation: str
-    what: str
-    sent_s: float
-    took_s: float | None
-    outcome: str
-    """``under way``, ``done`` or what was done, or what went wrong."""
-
-
-class TransactionExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A scale action, step by step."""
-
-    transaction: str
-    kind: str
-    model: str
-    where: str
-    reason: str
-    begun_unix_s: float
-    took_s: float | None
-    outcome: str
-    """``done``, ``failed: ...``, or what it waits for."""
-    steps: tuple[StepExplained, ...]
-
-
-class ModelExplained(msgspec.Struct, frozen=True, kw_only=True):
-    """A model: what it has, why, what it waits for, and what would change it."""
-
-    model: str
-    state: str
-    mode: str
-    sla_class: str
-    min_replicas: int
-    max_replicas: int
-    needs: str
-    deployment: str
-    """Its first 16 hex digits, and who shares it."""
-    waiting: int
-    running: int
-    oldest_wait_s: float
-    estimated_wait_s: float
-    replicas: tuple[ReplicaExplained, ...]
-    why: tuple[str, ...]
-    costs: tuple[str, ...]
-    """By kind of device: where the numbers come from that decisions go by, and how far they are off."""
-    waits_for: tuple[str, ...]
-    would_change: tuple[str, ...]
-    actions: tuple[TimelineEntry, ...]
-    """The latest, newest first."""
-    transactions: tuple[TransactionExplained, ...]
-    """The latest, newest first."""
-    next_look_s: float
-    """When the scheduler looks again if nothing happens."""
-
-
-def explain_model(
-    core: SchedulerCore, log: TransactionLog, record: ModelRecord, now_s: float, unix_s: float
-) -> ModelExplained:
-    """All about one model now."""
+def explain_model(core: SchedulerCore, log: TransactionLog, record: m.ModelRecord, now_s: float, unix_s: float) -> Row:
+    """All about one model now: what it has, why, what it waits for, and what would change it."""
     pool, catalogue = core.pool, core.catalogue
     demand = pool.inflow.demand(now_s).get(record.deployment, Demand())
     replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
-    told = _told(core, record)
+    told = core.digests.told(record)
     shared = sharers(record, catalogue.by_name())
-    refusal = told.refusal if told is not None else ""
     actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
-    return ModelExplained(
-        model=record.name,
-        state=model_state({replica.report.state for replica in replicas}, refused=bool(refusal)),
-        mode=catalogue.mode(record.deployment).value,
-        sla_class=record.sla_class.value,
-        min_replicas=record.min_replicas,
-        max_replicas=record.max_replicas,
-        needs=_needs(record),
-        deployment=", shared with ".join([record.deployment[:16], *filter(None, [", ".join(shared)])]),
-        waiting=demand.waiting,
-        running=demand.running,
-        oldest_wait_s=round(demand.oldest_wait_s, 3),
-        estimated_wait_s=told.estimated_wait_s if told is not None else 0.0,
-        replicas=tuple(_replica(core, record, replica) for replica in replicas),
-        why=tuple(_why(core, record, refusal, actions)),
-        costs=tuple(_costs(core, record)),
-        waits_for=tuple(_waits_for(core, record, now_s)),
-        would_change=tuple(_would_change(core, record, demand, replicas, now_s)),
-        actions=tuple(actions[:ACTIONS_MAX]),
-        transactions=tuple(
+    return {
+        "model": record.name,
+        "state": model_state({replica.report.state for replica in replicas}, refused=bool(told.refusal)),
+        "mode": catalogue.mode(record.deployment).value,
+        "sla_class": record.sla_class.value,
+        "min_replicas": record.min_replicas,
+        "max_replicas": record.max_replicas,
+        "needs": _needs(record),
+        "deployment": ", shared with ".join([record.deployment[:16], *filter(None, [", ".join(shared)])]),
+        "waiting": demand.waiting,
+        "running": demand.running,
+        "oldest_wait_s": round(demand.oldest_wait_s, 3),
+        "estimated_wait_s": told.estimated_wait_s,
+        "replicas": [_replica(core, record, replica) for replica in replicas],
+        "why": _why(core, record, told.refusal, actions),
+        "costs": list(_costs(core, record)),
+        "waits_for": list(_waits_for(core, record, now_s)),
+        "would_change": list(_would_change(core, record, demand, replicas)),
+        "actions": msgspec.to_builtins(actions[:ACTIONS_MAX]),
+        "transactions": [
             explain_transaction(core, one, now_s, unix_s)
             for one in log.of_model(record.deployment, latest_max=TRANSACTIONS_MAX)
-        ),
-        next_look_s=round(max(0.0, core.next_wake_s - now_s), 3),
-    )
+        ],
+        "next_look_s": round(max(0.0, core.next_wake_s - now_s), 3),
+    }
 
 
-def _needs(record: ModelRecord) -> str:
+def _needs(record: m.ModelRecord) -> str:
     parts = (("weights", record.weights_bytes), ("KV", record.kv_bytes), ("overhead", record.overhead_bytes))
     text = f"{bytes_text(record.budget_bytes)} ({' + '.join(f'{what} {bytes_text(count)}' for what, count in parts)})"
     return f"{text} on each of {record.gpus} devices, which share weights and KV" if record.gpus > 1 else text
 
 
-def _told(core: SchedulerCore, record: ModelRecord) -> PoolModel | None:
-    """What gateways were told of it last."""
-    latest = core.digests.latest
-    return next((model for model in latest.models if model.name == record.name), None) if latest is not None else None
-
-
-def _replica(core: SchedulerCore, record: ModelRecord, replica: Replica) -> ReplicaExplained:
+def _replica(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> Row:
     report = replica.report
     leaves = replica.replica in core.pool.leaving
-    return ReplicaExplained(
-        replica=replica.replica,
-        where=f"{replica.worker}/{'+'.join(replica.devices)}",
-        state=f"{report.state.value}, leaving" if leaves else report.state.value,
-        state_s=round(report.state_s, 1),
-        running=report.running,
-        slots=report.slots,
-        budget_bytes=report.budget_bytes,
-        kv_bytes=report.kv_bytes,
-        weight=core.digests.weight(replica.replica),
-        held_by=_held_by(core, record, replica),
-    )
+    return {
+        "replica": replica.replica,
+        "where": f"{replica.worker}/{'+'.join(replica.devices)}",
+        "state": f"{report.state.value}, leaving" if leaves else report.state.value,
+        "state_s": round(report.state_s, 1),
+        "running": report.running,
+        "slots": report.slots,
+        "budget_bytes": report.budget_bytes,
+        "kv_bytes": report.kv_bytes,
+        "weight": core.digests.weight(replica.replica),
+        "held_by": _held_by(core, record, replica),
+    }
 
 
-def _held_by(core: SchedulerCore, record: ModelRecord, replica: Replica) -> str:
+def _held_by(core: SchedulerCore, record: m.ModelRecord, replica: Replica) -> str:
     if core.catalogue.locked(record.deployment):
         return "its model is locked"
     if core.pool.replica_locked(replica):
@@ -192,25 +97,20 @@ def _held_by(core: SchedulerCore, record: ModelRecord, replica: Replica) -> str:
 # -------------------------------------------------------------------------------------------------------------- reasons
 
 
-def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequence[TimelineEntry]) -> list[str]:
+def _why(core: SchedulerCore, record: m.ModelRecord, refusal: str, actions: Sequence[m.TimelineEntry]) -> list[str]:
     catalogue = core.catalogue
     model = catalogue.model(record.deployment)
-    lines: list[str] = []
-    note = core.notes.get(record.deployment)
-    if note:
-        lines.append(f"{core.policy.name}: {note}")
-    if refusal:
-        lines.append(f"requests are refused: {refusal}")
-    if catalogue.locked(record.deployment):
-        lines.append("a person locked it: nothing automatic starts, stops or changes its replicas")
-    if catalogue.mode(record.deployment) is not Mode.ACT:
-        lines.append(f"its mode is {catalogue.mode(record.deployment).value}: the policy's decisions are not carried out")
-    if catalogue.pinned(record):
-        lines.append("it is pinned: nothing evicts it")
-    if model.held_down:
-        lines.append("a person unloaded it, and nobody has asked for it since")
-    if model.failures:
-        lines.append(f"its last load failed: {model.failure}")
+    note, mode = core.notes.get(record.deployment), catalogue.mode(record.deployment)
+    facts = (
+        (note, f"{core.policy.name}: {note}"),
+        (refusal, f"requests are refused: {refusal}"),
+        (catalogue.locked(record.deployment), "a person locked it: nothing automatic starts, stops or changes its replicas"),
+        (mode is not m.Mode.ACT, f"its mode is {mode.value}: the policy's decisions are not carried out"),
+        (catalogue.pinned(record), "it is pinned: nothing evicts it"),
+        (model.held_down, "a person unloaded it, and nobody has asked for it since"),
+        (model.failures, f"its last load failed: {model.failure}"),
+    )
+    lines = [text for holds, text in facts if holds]
     # What it has comes from loads and unloads; between them its replicas are trimmed often.
     placed = next((entry for entry in actions if entry.action not in _TRIMS and entry.reason), None)
     trimmed = next((entry for entry in actions if entry.action in _TRIMS and entry.reason), None)
@@ -218,12 +118,10 @@ def _why(core: SchedulerCore, record: ModelRecord, refusal: str, actions: Sequen
         if decided is not None:
             outcome = decided.outcome or "under way"
             lines.append(f"{what}: {decided.action} on {decided.device or 'no device'}: {decided.reason} ({outcome})")
-    if not lines:
-        lines.append("nothing was decided about it yet")
-    return lines
+    return lines or ["nothing was decided about it yet"]
 
 
-def _costs(core: SchedulerCore, record: ModelRecord) -> Iterator[str]:
+def _costs(core: SchedulerCore, record: m.ModelRecord) -> Iterator[str]:
     """Which numbers are gone by, and whether they are right."""
     for row in core.costs.rows(record):
         source = f"{row.source.value} with {row.engine}, {len(row.points)} points" if row.points else row.source.value
@@ -232,18 +130,16 @@ def _costs(core: SchedulerCore, record: ModelRecord) -> Iterator[str]:
         yield f"on {row.device_type or 'the devices here'} {source}{error}{wrong}"
 
 
-def _waits_for(core: SchedulerCore, record: ModelRecord, now_s: float) -> list[str]:
-    lines = []
+def _waits_for(core: SchedulerCore, record: m.ModelRecord, now_s: float) -> Iterator[str]:
     for transaction in core.transactions.running.values():
         comes = transaction.record is not None and transaction.record.deployment == record.deployment
         goes = any(victim.deployment == record.deployment and not victim.gone for victim in transaction.victims.values())
         asks = transaction.kv is not None and transaction.kv.kv_signature == record.kv_signature
         if comes or goes or asks:
-            lines.append(f"{transaction.name}: {stage_text(transaction, now_s)}")
+            yield f"{transaction.name}: {stage_text(transaction, now_s)}"
     model = core.catalogue.model(record.deployment)
     if model.retry_s > now_s:
-        lines.append(f"no load before {seconds_text(model.retry_s - now_s)} have passed, after {model.failures} failed")
-    return lines
+        yield f"no load before {seconds_text(model.retry_s - now_s)} have passed, after {model.failures} failed"
 
 
 def stage_text(transaction: Transaction, now_s: float) -> str:
@@ -264,38 +160,32 @@ def stage_text(transaction: Transaction, now_s: float) -> str:
             return "over"
 
 
-def _would_change(
-    core: SchedulerCore, record: ModelRecord, demand: Demand, replicas: Sequence[Replica], now_s: float
-) -> list[str]:
-    catalogue = core.catalogue
-    model = catalogue.model(record.deployment)
-    mode = catalogue.mode(record.deployment)
-    lines: list[str] = []
-    if catalogue.locked(record.deployment):
-        lines.append(f"`carpool unlock {record.name}`: the scheduler decides about it again")
-    if mode is not Mode.ACT:
-        lines.append(f"`carpool mode {record.name} act`: what the policy decides is carried out")
-    if catalogue.pinned(record):
-        lines.append(f"`carpool unpin {record.name}`: others may take its room")
-    lines.extend(
-        f"`carpool unlock --device {device}`: that device takes part again" for device in _closed_devices(core, replicas)
-    )
-    if model.failures:
-        lines.append(f"`carpool apply` of a corrected service: its {model.failures} failed loads are forgotten")
+def _would_change(core: SchedulerCore, record: m.ModelRecord, demand: Demand, replicas: Sequence[Replica]) -> Iterator[str]:
+    catalogue, name = core.catalogue, record.name
+    failures = catalogue.model(record.deployment).failures
+    locked, pinned = catalogue.locked(record.deployment), catalogue.pinned(record)
+    if locked:
+        yield f"`carpool unlock {name}`: the scheduler decides about it again"
+    if catalogue.mode(record.deployment) is not m.Mode.ACT:
+        yield f"`carpool mode {name} act`: what the policy decides is carried out"
+    if pinned:
+        yield f"`carpool unpin {name}`: others may take its room"
+    for device in _closed_devices(core, replicas):
+        yield f"`carpool unlock --device {device}`: that device takes part again"
+    if failures:
+        yield f"`carpool apply` of a corrected service: its {failures} failed loads are forgotten"
     serving = [replica for replica in replicas if replica.replica not in core.pool.leaving]
-    if not serving and not catalogue.locked(record.deployment):
-        lines.append(_what_a_request_does(core, record))
+    if not serving and not locked:
+        yield _what_a_request_does(core, record)
     elif demand.waiting and len(serving) >= record.max_replicas:
-        lines.append(f"a higher max_replicas: it has {len(serving)} of at most {record.max_replicas}")
-    held = record.min_replicas or catalogue.pinned(record) or catalogue.locked(record.deployment)
-    if serving and not held and not demand.any:
-        lines.append("requests for models that lack room: it is idle, so it leaves before busy ones")
+        yield f"a higher max_replicas: it has {len(serving)} of at most {record.max_replicas}"
+    if serving and not (record.min_replicas or pinned or locked) and not demand.any:
+        yield "requests for models that lack room: it is idle, so it leaves before busy ones"
         if record.keep_s is not None:
-            lines.append(f"{record.keep_s:g} s without a request: it is unloaded")
-    return lines
+            yield f"{record.keep_s:g} s without a request: it is unloaded"
 
 
-def _what_a_request_does(core: SchedulerCore, record: ModelRecord) -> str:
+def _what_a_request_does(core: SchedulerCore, record: m.ModelRecord) -> str:
     """What the next request for an unloaded model brings about, as far as the room tells."""
     usable = [device for device in core.pool.devices(usable=True) if device.report.memory_bytes >= record.budget_bytes]
     if not usable:
@@ -321,11 +211,11 @@ def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[st
 # ---------------------------------------------------------------------------------------------------------- transactions
 
 
-def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s: float) -> TransactionExplained:
-    """A transaction with its steps and their times."""
+def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s: float) -> Row:
+    """A transaction with its steps, whose times count from its begin; ``outcome`` may be what it waits for."""
     began = one.began
-    if one.ended is not None:
-        outcome = f"failed: {one.ended.failure}" if one.ended.failure else "done"
+    if (ended := one.ended) is not None:
+        outcome = f"failed: {ended.failure}" if ended.failure else "done"
     else:
         running = next((t for t in core.transactions.running.values() if one.name == t.name), None)
         outcome = stage_text(running, now_s) if running is not None else "its leader is gone; what it left is looked into"
@@ -333,47 +223,47 @@ def explain_transaction(core: SchedulerCore, one: Recorded, now_s: float, unix_s
         model = began.record.name
     else:
         model = ", ".join(sorted({core.catalogue.name(deployment) for deployment in began.deployments}))
-    return TransactionExplained(
-        transaction=one.name,
-        kind=began.kind,
-        model=model,
-        where=f"{began.worker}/{'+'.join(began.devices)}" if began.devices else began.worker,
-        reason=began.reason,
-        begun_unix_s=began.at_unix_s,
-        took_s=round(one.ended.at_unix_s - began.at_unix_s, 3) if one.ended is not None else None,
-        outcome=outcome,
-        steps=tuple(_step(step, began.at_unix_s, over=one.ended is not None) for step in one.steps.values()),
-    )
+    return {
+        "transaction": one.name,
+        "kind": began.kind,
+        "model": model,
+        "where": f"{began.worker}/{'+'.join(began.devices)}" if began.devices else began.worker,
+        "reason": began.reason,
+        "begun_unix_s": began.at_unix_s,
+        "took_s": round(ended.at_unix_s - began.at_unix_s, 3) if ended is not None else None,
+        "outcome": outcome,
+        "steps": [_step(step, began.at_unix_s, over=ended is not None) for step in one.steps.values()],
+    }
 
 
-def _step(step: Step, begun_unix_s: float, *, over: bool) -> StepExplained:
+def _step(step: Step, begun_unix_s: float, *, over: bool) -> Row:
     unknown = "no end was told" if over else "under way"
     sent, ended = step.sent, step.ended
-    return StepExplained(
-        operation=sent.operation,
-        what=command_text(sent.command),
-        sent_s=round(sent.at_unix_s - begun_unix_s, 3),
-        took_s=round(ended.at_unix_s - sent.at_unix_s, 3) if ended is not None else None,
-        outcome=unknown if ended is None else ended.failure or ended.detail or "done",
-    )
+    return {
+        "operation": sent.operation,
+        "what": command_text(sent.command),
+        "sent_s": round(sent.at_unix_s - begun_unix_s, 3),
+        "took_s": round(ended.at_unix_s - sent.at_unix_s, 3) if ended is not None else None,
+        "outcome": unknown if ended is None else ended.failure or ended.detail or "done",
+    }
 
 
-def command_text(command: WorkerCommand) -> str:
+def command_text(command: m.WorkerCommand) -> str:
     """A command as people read it."""
     match command:
-        case LoadModel():
+        case m.LoadModel():
             return f"load {command.record.name} as {command.replica_name}"
-        case DrainReplica():
+        case m.DrainReplica():
             return f"drain {command.replica} within {command.timeout_s:g} s"
-        case UnloadReplica():
+        case m.UnloadReplica():
             return f"unload {command.replica}{' by force' if command.force else ''}"
-        case SetConcurrency():
+        case m.SetConcurrency():
             return f"let {command.replica} run {command.slots} at once"
-        case ResizeKv():
+        case m.ResizeKv():
             return f"give {command.replica} {bytes_text(command.kv_bytes)} of KV"
-        case EvictKv():
+        case m.EvictKv():
             return f"drop {command.ratio:.0%} of its KV there"
-        case MigrateKv():
+        case m.MigrateKv():
             return f"pull its KV from {command.source_worker}"
         case _:
             return type(command).__name__

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -38,35 +39,25 @@ TELL_AGAIN_S = 60.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class JournalKeeper:
     """One scheduler's hand on the journal. ``known`` has the latest transactions, whoever led."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        writer: str,
-        *,
-        leads: Callable[[], bool],
-        on_deposed: Callable[[str], None],
-        on_trouble: Callable[[str], None],
-    ) -> None:
-        """``on_deposed`` hears that somebody leads under a higher epoch; ``on_trouble`` that records are lost, and why, at
-        most once a minute."""
-        self._bus = bus
-        self._writer = writer
-        self._leads = leads
-        self._on_deposed = on_deposed
-        self._on_trouble = on_trouble
-        self.known = TransactionLog()
-        self.lost = 0
-        """Records that could not be stored."""
-        self._last_sequence = 0
-        self._waiting: deque[JournalRecord] = deque()
-        self._filled = asyncio.Event()
-        self._reading = asyncio.Lock()
-        self._told_s: float | None = None
-
-    # ----------------------------------------------------------------------------------------------------------- reading
+    _bus: Bus
+    _writer: str
+    leads: Callable[[], bool]
+    on_deposed: Callable[[str], None]
+    """Hears that somebody leads under a higher epoch."""
+    on_trouble: Callable[[str], None]
+    """Hears that records are lost, and why, at most once a minute."""
+    known: TransactionLog = field(default_factory=TransactionLog)
+    lost: int = 0
+    """Records that could not be stored."""
+    _last_sequence: int = 0
+    _waiting: deque[JournalRecord] = field(default_factory=deque)
+    _filled: asyncio.Event = field(default_factory=asyncio.Event)
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _told_s: float | None = None
 
     async def catch_up(self) -> None:
         """Reads what is new.
@@ -99,14 +90,12 @@ class JournalKeeper:
     async def follow(self) -> None:
         """Keeps up with a leader until cancelled."""
         while True:
-            if not self._leads():
+            if not self.leads():
                 try:
                     await self.catch_up()
                 except BusError as error:
                     log.debug("the journal cannot be read", reason=str(error))
             await asyncio.sleep(FOLLOW_EVERY_S)
-
-    # --------------------------------------------------------------------------------------------------------- appending
 
     def append(self, epoch: int, entries: tuple[JournalEntry, ...]) -> None:
         """Takes the next record and returns at once; :meth:`run` stores it."""
@@ -170,7 +159,7 @@ class JournalKeeper:
             return  # It was stored, and the answer to it was lost.
         higher = max((other.epoch for other in others if other.writer != self._writer), default=0)
         if higher > record.epoch:
-            self._on_deposed(f"another scheduler writes the journal under epoch {higher}, ours is {record.epoch}")
+            self.on_deposed(f"another scheduler writes the journal under epoch {higher}, ours is {record.epoch}")
             return
         # What is left: a late record of somebody who led before us, or a stream whose records have all grown too old to
         # tell its end; then nothing can be expected of it.
@@ -193,4 +182,4 @@ class JournalKeeper:
         now_s = time.monotonic()
         if self._told_s is None or now_s - self._told_s >= TELL_AGAIN_S:
             self._told_s = now_s
-            self._on_trouble(reason)
+            self.on_trouble(reason)

@@ -7,6 +7,7 @@ it goes on and what was done. What is asked twice while the leader changes is do
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from broker.core.pool.events import KvOrdered, SchedulerEvent
 from broker.core.pool.state import Presence, Worker
@@ -15,22 +16,24 @@ from broker.scheduler.operator_verbs import People
 from broker.scheduler.verbs import EvictKvOf, MigrateKvOf, Row, Verbs
 from subjects.errors import ConfigError
 from subjects.ids import ReplicaId, WorkerId, base_name
-from subjects.messages import KvModelReport, KvOrder, KvReport, KvTier, KvTierReport, ModelRecord
+from subjects.messages import KvOrder, KvReport, KvTier, KvTierReport, ModelRecord
 
 EVICT_S = 60.0
 """How long a node may take to drop what it was told to."""
 
 
+@dataclass(eq=False, slots=True)
 class KvControl:
     """Answers those verbs."""
 
-    def __init__(self, core: SchedulerCore, people: People, *, step: Callable[[SchedulerEvent], None]) -> None:
-        self._core = core
-        self._people = people
-        self._step = step
-        self.verbs: Verbs = {"evict-kv": (EvictKvOf, self._evict), "migrate-kv": (MigrateKvOf, self._migrate)}
+    _core: SchedulerCore
+    _people: People
+    step: Callable[[SchedulerEvent], None]
 
-    # ------------------------------------------------------------------------------------------------------------- verbs
+    @property
+    def verbs(self) -> Verbs:
+        """Those verbs."""
+        return {"evict-kv": (EvictKvOf, self._evict), "migrate-kv": (MigrateKvOf, self._migrate)}
 
     async def _evict(self, argument: EvictKvOf) -> Row:
         record = self._with_kv(argument.model)
@@ -54,7 +57,7 @@ class KvControl:
     def _begun(self, record: ModelRecord, workers: list[Worker], order: KvOrder) -> Row:
         known = set(self._core.transactions.running)
         for worker in workers:
-            self._step(KvOrdered(worker.worker, record.deployment, order))
+            self.step(KvOrdered(worker.worker, record.deployment, order))
         begun = [
             {"transaction": transaction.name, "worker": transaction.worker}
             for number, transaction in self._core.transactions.running.items()
@@ -63,8 +66,6 @@ class KvControl:
         if not begun:
             raise ConfigError("this scheduler leads no more: try again")
         return {"model": record.name, "transactions": begun}
-
-    # ------------------------------------------------------------------------------------------------------ what is meant
 
     def _with_kv(self, model: str) -> ModelRecord:
         record = self._people.model(model)
@@ -93,14 +94,11 @@ class KvControl:
         if len(matches) > 1:
             ids = ", ".join(sorted(worker.worker for worker in matches))
             raise ConfigError(f"{what}: several workers are named {name!r}; give one of {ids}")
-        report = _report(matches[0])
-        if report is None:
+        if (report := _report(matches[0])) is None:
             raise ConfigError(f"{what}: worker {name!r} keeps no KV outside its engines (it was started with --no-kv)")
         if not report.running:
             raise ConfigError(f"{what}: the KV node of {name!r} does not run ({report.note}); try again in a moment")
         return matches[0]
-
-    # -------------------------------------------------------------------------------------------------------------- rows
 
     def rows(self) -> list[Row]:
         """One row per worker and tier, as the agents last told it."""
@@ -109,8 +107,7 @@ class KvControl:
             names.setdefault(record.kv_signature, record.name)
         rows: list[Row] = []
         for worker in sorted(self._core.pool.workers.values(), key=lambda one: one.worker):
-            report = _report(worker)
-            if report is None or worker.presence is Presence.DEAD:
+            if (report := _report(worker)) is None or worker.presence is Presence.DEAD:
                 continue
             tiers = report.tiers or (KvTierReport(tier=KvTier.HOST),)
             rows += [_row(worker, report, tier, names) for tier in tiers]
@@ -123,10 +120,12 @@ def _report(worker: Worker) -> KvReport | None:
 
 def _row(worker: Worker, report: KvReport, tier: KvTierReport, names: dict[str, str]) -> Row:
     host = tier.tier is KvTier.HOST
+    held = [
+        (one, *((one.host_blocks, one.host_bytes) if host else (one.disk_blocks, one.disk_bytes))) for one in report.models
+    ]
     models = [
         {"model": names.get(model.kv_signature, model.kv_signature), "blocks": blocks, "bytes": used_bytes}
-        for model in report.models
-        for blocks, used_bytes in (_held(model, host=host),)
+        for model, blocks, used_bytes in held
         if blocks
     ]
     asked = report.hits + report.misses
@@ -149,7 +148,3 @@ def _row(worker: Worker, report: KvReport, tier: KvTierReport, names: dict[str, 
         "address": report.address if first else "",
         "note": report.note if report.running else f"does not run: {report.note}",
     }
-
-
-def _held(model: KvModelReport, *, host: bool) -> tuple[int, int]:
-    return (model.host_blocks, model.host_bytes) if host else (model.disk_blocks, model.disk_bytes)

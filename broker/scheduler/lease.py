@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
@@ -32,33 +33,25 @@ KEY = "scheduler"
 log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False, slots=True)
 class LeaseKeeper:
     """Campaigns for the lease, holds it, and says when it is gained and lost."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        holder: str,
-        *,
-        epoch_seen: Callable[[], int],
-        on_gained: Callable[[int], None],
-        on_lost: Callable[[str], None],
-    ) -> None:
-        self._bus = bus
-        self._holder = holder
-        self._epoch_seen = epoch_seen
-        self._on_gained = on_gained
-        self._on_lost = on_lost
-        self._revision = 0
-        self.epoch = 0
-        """Of our last leadership."""
-        self._renewed_s = 0.0
-        self._watched = -1
-        self._watched_since_s = 0.0
-        self._looked_s = 0.0
-        self._failure = ""
-        """Why the last write or read did not work; empty when it did."""
-        self.holds = False
+    _bus: Bus
+    _holder: str
+    epoch_seen: Callable[[], int]
+    on_gained: Callable[[int], None]
+    on_lost: Callable[[str], None]
+    _revision: int = 0
+    epoch: int = 0
+    """Of our last leadership."""
+    _renewed_s: float = 0.0
+    _watched: int = -1
+    _watched_since_s: float = 0.0
+    _looked_s: float = 0.0
+    _failure: str = ""
+    """Why the last write or read did not work; empty when it did."""
+    holds: bool = False
 
     def check(self, now_s: float) -> bool:
         """Whether the lease is held at this moment; one that ran out is given up first."""
@@ -72,7 +65,7 @@ class LeaseKeeper:
             self.holds = False
             self._watched = -1
             log.warning("leadership lost", reason=reason, epoch=self.epoch)
-            self._on_lost(reason)
+            self.on_lost(reason)
 
     async def run(self) -> None:
         """Campaigns and renews until cancelled."""
@@ -97,7 +90,7 @@ class LeaseKeeper:
         """
         if self.check(time.monotonic()):
             self.holds = False
-            self._on_lost("shutdown")
+            self.on_lost("shutdown")
             with suppress(BusError, TimeoutError):
                 free = encode(Lease(holder="", epoch=self.epoch))
                 write = self._bus.kv_put(LEADER_BUCKET, KEY, free, expected_revision=self._revision)
@@ -110,8 +103,7 @@ class LeaseKeeper:
             self._revision = await self._bus.kv_put(LEADER_BUCKET, KEY, value, expected_revision=self._revision)
         except WrongRevision:
             # It may be our own write whose answer got lost.
-            entry = await self._bus.kv_get(LEADER_BUCKET, KEY)
-            if entry is None:
+            if (entry := await self._bus.kv_get(LEADER_BUCKET, KEY)) is None:
                 self.give_up("the lease is gone from the bus")
                 return
             if _lease(entry.value).holder != self._holder:
@@ -133,7 +125,7 @@ class LeaseKeeper:
         if entry is not None and not given_back and begun_s - self._watched_since_s <= LEASE_S:
             return
         before = lease.epoch
-        self.epoch = max(revision, before, self.epoch, self._epoch_seen()) + 1
+        self.epoch = max(revision, before, self.epoch, self.epoch_seen()) + 1
         value = encode(Lease(holder=self._holder, epoch=self.epoch))
         try:
             self._revision = await self._bus.kv_put(LEADER_BUCKET, KEY, value, expected_revision=revision)
@@ -142,7 +134,7 @@ class LeaseKeeper:
         self._renewed_s = begun_s
         self.holds = True
         log.info("leadership gained", epoch=self.epoch, holder=self._holder)
-        self._on_gained(self.epoch)
+        self.on_gained(self.epoch)
 
 
 def _lease(value: bytes) -> Lease:

@@ -8,6 +8,7 @@ state. Each verb names exactly one thing: a model, a device, a worker or a repli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,24 +31,20 @@ KINDS = {"model": OverrideKind.MODEL_LOCK, "device": OverrideKind.DEVICE_LOCK, "
 """Locks by what they are of."""
 
 
+@dataclass(eq=False, slots=True)
 class People:
     """Answers those verbs."""
 
-    def __init__(
-        self,
-        core: SchedulerCore,
-        registry: RegistrySync,
-        overrides: OverridesSync,
-        *,
-        unix_s: Callable[[], float],
-        step: Callable[[SchedulerEvent], None],
-    ) -> None:
-        self._core = core
-        self._registry = registry
-        self._overrides = overrides
-        self._unix_s = unix_s
-        self._step = step
-        self.verbs: Verbs = {
+    _core: SchedulerCore
+    _registry: RegistrySync
+    _overrides: OverridesSync
+    unix_s: Callable[[], float]
+    step: Callable[[SchedulerEvent], None]
+
+    @property
+    def verbs(self) -> Verbs:
+        """Those verbs."""
+        return {
             "lock": (Named, self._lock),
             "unlock": (Named, self._unlock),
             "drain": (Named, self._drain),
@@ -57,8 +54,6 @@ class People:
             "declare": (Declare, self._declare),
             "withdraw": (Withdraw, self._withdraw),
         }
-
-    # ------------------------------------------------------------------------------------------------------------- verbs
 
     async def _lock(self, argument: Named) -> Row:
         what, name = self._named(argument, tuple(KINDS))
@@ -76,7 +71,7 @@ class People:
         what, name = self._named(argument, ("replica", "device", "worker"))
         if what == "replica":
             replica = self._core.pool.replicas[ReplicaId(name)]
-            self._step(DrainRequested(replica.replica, bound_s=argument.bound_s))
+            self.step(DrainRequested(replica.replica, bound_s=argument.bound_s))
             return {"replica": name, "replicas": 1, "running": replica.report.running, "changed": True}
         kind = OverrideKind.DEVICE_DRAIN if what == "device" else OverrideKind.WORKER_DRAIN
         # Counted before it is told: the first may be gone before the words are stored.
@@ -107,7 +102,7 @@ class People:
 
     async def _declare(self, argument: Declare) -> Row:
         model = self.model(argument.model).name if argument.model else ""
-        if argument.end_unix_s <= max(argument.begin_unix_s, self._unix_s()):
+        if argument.end_unix_s <= max(argument.begin_unix_s, self.unix_s()):
             raise ConfigError("end: the event must end after it begins, and later than now")
         if argument.factor == 1.0 and not argument.at_least:
             raise ConfigError("factor: say how many times the load is meant (or at_least, in devices)")
@@ -157,8 +152,6 @@ class People:
             if entry.load is not None
         ]
 
-    # ----------------------------------------------------------------------------------------------------------- storing
-
     async def _set(
         self,
         kind: OverrideKind,
@@ -168,7 +161,7 @@ class People:
         bound_s: float | None = None,
         load: DeclaredLoad | None = None,
     ) -> bool:
-        override = Override(kind=kind, about=about, value=value, bound_s=bound_s, load=load, at_unix_s=self._unix_s())
+        override = Override(kind=kind, about=about, value=value, bound_s=bound_s, load=load, at_unix_s=self.unix_s())
         return await self._overrides.change(lambda known: with_override(self._pruned(known), override))
 
     async def _take_back(self, keys: list[Key]) -> bool:
@@ -176,21 +169,18 @@ class People:
 
     def _pruned(self, known: Overrides) -> Overrides:
         """Without locks of replicas that are gone for long (an incarnation is never reused), and without past events."""
+        unix_s, replicas = self.unix_s(), self._core.pool.replicas
         over = [
             (entry.kind.value, entry.about)
             for entry in known.entries
-            if entry.kind is OverrideKind.REPLICA_LOCK
-            and ReplicaId(entry.about) not in self._core.pool.replicas
-            and self._unix_s() - entry.at_unix_s > REPLICA_LOCK_KEPT_S
-        ]
-        over += [
-            (entry.kind.value, entry.about)
-            for entry in known.entries
-            if entry.load is not None and self._unix_s() - entry.load.end_unix_s > EVENT_KEPT_S
+            if (
+                entry.kind is OverrideKind.REPLICA_LOCK
+                and ReplicaId(entry.about) not in replicas
+                and unix_s - entry.at_unix_s > REPLICA_LOCK_KEPT_S
+            )
+            or (entry.load is not None and unix_s - entry.load.end_unix_s > EVENT_KEPT_S)
         ]
         return without(known, over)
-
-    # ------------------------------------------------------------------------------------------------------ what is meant
 
     def model(self, name: str) -> ModelRecord:
         """The record of a model by its name or an alias.
@@ -199,8 +189,7 @@ class People:
             ConfigError: nobody applied it.
         """
         records = self._registry.records
-        record = records.get(name)
-        if record is None:
+        if (record := records.get(name)) is None:
             record = next((records[one] for one in sorted(records) if name in records[one].aliases), None)
         if record is None and (base := adapter_base(records, name)) is not None:
             raise ConfigError(

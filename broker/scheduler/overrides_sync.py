@@ -12,21 +12,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 
 from broker.core.pool.overrides import PINNED, UNPINNED, with_override
-from profiles.registry import Registry
-from subjects.bus import Bus, KvEntry, Subscription
+from broker.scheduler.bucket_sync import RETRY_S, BucketSync
+from subjects.bus import KvEntry, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import BusError, ConfigError, DecodeError, WrongRevision, place_of
+from subjects.errors import BusError, DecodeError, WrongRevision
 from subjects.messages import Override, OverrideKind, Overrides
 from subjects.names import LOCKS_BUCKET
-from subjects.tasks import Tasks
 
 KEY = "overrides"
-RETRY_S = 0.5
 WRITES_MAX = 5
 """Tries of one change against others who write at the same time."""
 _OLD_PIN = "pin."
@@ -35,46 +34,17 @@ _OLD_PIN = "pin."
 log = structlog.get_logger(__name__)
 
 
-class OverridesSync:
+@dataclass(eq=False, slots=True)
+class OverridesSync(BucketSync):
     """Follows the value, keeps its copy, and writes what people ask for."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        registry: Registry,
-        *,
-        leads: Callable[[], bool],
-        on_changed: Callable[[Overrides], None],
-    ) -> None:
-        self._bus = bus
-        self._registry = registry
-        self._leads = leads
-        self._on_changed = on_changed
-        self._watch: Subscription | None = None
-        self._tasks = Tasks(lambda error: log.error("a task of the locks failed", error=place_of(error)))
-        self._writing = asyncio.Lock()
-        self._restoring = False
-        self.known = Overrides()
+    leads: Callable[[], bool]
+    on_changed: Callable[[Overrides], None]
+    _restoring: bool = False
+    known: Overrides = field(default_factory=Overrides)
 
-    async def start(self) -> None:
-        """Reads the value, restoring it if the bucket has lost it, then follows it. Waits as long as it takes."""
-        while True:
-            try:
-                await self._load()
-                self._watch = await self._bus.kv_watch(LOCKS_BUCKET, self._changed)
-                return
-            except BusError as error:
-                log.debug("the locks cannot be read yet", reason=str(error))
-                await asyncio.sleep(RETRY_S)
-
-    async def stop(self) -> None:
-        """Follows no more."""
-        if self._watch is not None:
-            await self._watch.stop()
-        await self._tasks.end()
-
-    async def _load(self) -> None:
-        mirrored = await asyncio.to_thread(self._mirrored)
+    async def _load(self) -> Subscription:
+        mirrored = await self._mirrored(self._registry.overrides, Overrides())
         entries = {entry.key: entry for entry in await self._bus.kv_entries(LOCKS_BUCKET)}
         entry = entries.get(KEY)
         stored = _decoded(entry)
@@ -91,26 +61,13 @@ class OverridesSync:
                 old = with_override(stored, Override(kind=OverrideKind.PIN, about=name, value=value))
                 stored = msgspec.structs.replace(old, revision=stored.revision)  # Nobody has said it again.
         self._take(stored)
-        await self._mirror(stored)
-
-    def _mirrored(self) -> Overrides:
-        try:
-            return self._registry.overrides()
-        except ConfigError as error:
-            log.error("the copy of the locks cannot be read", error=str(error))
-            return Overrides()
+        await self._mirror(self._registry.put_overrides, stored)
+        return await self._bus.kv_watch(LOCKS_BUCKET, self._changed)
 
     def _take(self, overrides: Overrides) -> None:
         before, self.known = self.known, overrides
         if before != overrides:
-            self._on_changed(overrides)
-
-    async def _mirror(self, overrides: Overrides) -> None:
-        try:
-            await asyncio.to_thread(self._registry.put_overrides, overrides)
-        except ConfigError as error:
-            # The truth is in the bucket; the copy is filled at the next change or start.
-            log.error("the copy of the locks is behind", error=str(error))
+            self.on_changed(overrides)
 
     def _changed(self, key: str, entry: KvEntry | None) -> None:
         if key != KEY:
@@ -118,7 +75,7 @@ class OverridesSync:
         stored = _decoded(entry)
         if stored.revision > self.known.revision:
             self._take(stored)
-            self._tasks.spawn(self._mirror(stored))
+            self._tasks.spawn(self._mirror(self._registry.put_overrides, stored))
         elif stored.revision < self.known.revision and not self._restoring:
             self._restoring = True
             self._tasks.spawn(self._restore())
@@ -131,7 +88,7 @@ class OverridesSync:
                     entry = await self._bus.kv_get(LOCKS_BUCKET, KEY)
                     if _decoded(entry).revision >= self.known.revision:
                         return
-                    if self._leads():
+                    if self.leads():
                         log.warning("the locks in the bucket are lost or older than ours: written again")
                         await self._put(self.known, entry.revision if entry is not None else 0)
                         return
@@ -162,7 +119,7 @@ class OverridesSync:
                 except WrongRevision:
                     continue  # Somebody was faster; their word and ours both count.
                 self._take(wanted)
-                await self._mirror(wanted)
+                await self._mirror(self._registry.put_overrides, wanted)
                 return True
             raise WrongRevision(f"others changed the locks {WRITES_MAX} times at the same moment")
 

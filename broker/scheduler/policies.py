@@ -42,8 +42,7 @@ def make_policy(text: str) -> Policy:
     settings = CoordinatorSettings(learns_devices=name == LEARNING)
     for word in filter(None, words.split(",")):
         key, _, number = word.partition("=")
-        change = SETTINGS.get(key)
-        if change is None:
+        if (change := SETTINGS.get(key)) is None:
             raise ConfigError(f"policy {text!r}: no setting {key!r}; there are {', '.join(SETTINGS)}")
         try:
             value = float(number)

@@ -67,9 +67,6 @@ def _command_key(command: SchedulerCommand) -> str:
     return f"{type(command).__name__} {hashlib.blake2b(_encoder.encode(command), digest_size=8).hexdigest()}"
 
 
-# -------------------------------------------------------------------------------------------------------------- recording
-
-
 class Recorder:
     """Writes a recording. Whatever goes wrong ends the recording and not the scheduler."""
 
@@ -195,9 +192,6 @@ def _frames(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         yield payload, file.tell()
 
 
-# ---------------------------------------------------------------------------------------------------------------- replay
-
-
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """The first step of a run in which the core ordered something else than it did then."""
 
@@ -247,8 +241,7 @@ def replay(path: Path, make_policy: Callable[[str], Policy]) -> Replay:
                     core = SchedulerCore(record.settings, make_policy(record.policy))
                 elif core is not None:
                     step += 1
-                    difference = _replay_step(found, core, record, step)
-                    if difference is not None:
+                    if (difference := _replay_step(found, core, record, step)) is not None:
                         found.differences.append(difference)
                         core = None
     except OSError as error:

@@ -18,36 +18,7 @@ from typing import TypeVar, assert_never
 
 import structlog
 
-from broker.core.pool.events import (
-    AppendJournal,
-    BeatSeen,
-    BusRoundTripMade,
-    CommandAnswered,
-    CommandUnanswered,
-    CostsKept,
-    DigestRestored,
-    IngressReported,
-    JournalRestored,
-    KeepCosts,
-    LeadershipGained,
-    LeadershipLost,
-    ModelApplied,
-    ModelRemoved,
-    OperationSeen,
-    OverridesChanged,
-    ProfileAsked,
-    PublishDigest,
-    RaiseAlert,
-    RegistryLoaded,
-    Resign,
-    SchedulerCommand,
-    SchedulerEvent,
-    SchedulerSettings,
-    SendCommand,
-    Ticked,
-    UnloadRequested,
-    WorkerReported,
-)
+from broker.core.pool import events as ev
 from broker.core.pool.older import told_by_gateway, told_by_worker
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.control import Control
@@ -62,23 +33,12 @@ from broker.scheduler.recording import Recorder
 from broker.scheduler.registry_sync import RegistrySync
 from broker.scheduler.twu import DeviceTwu
 from profiles.registry import Registry
+from subjects import messages as m
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import BusError, DecodeError, QueueMissing, place_of
 from subjects.ids import incarnated
-from subjects.messages import (
-    Alert,
-    CommandReply,
-    ControlReply,
-    ControlRequest,
-    IngressTelemetry,
-    PoolDigest,
-    Severity,
-    WorkerBeat,
-    WorkerEvent,
-    WorkerSnapshot,
-)
 from subjects.nats.bus import NatsBus
 from subjects.tasks import Tasks
 
@@ -108,7 +68,7 @@ class SchedulerConfig:
     state_dir: Path
     """Holds ``registry.sqlite``, this scheduler's own copy of the registry."""
     queue_shards: int = 1
-    settings: SchedulerSettings = field(default_factory=SchedulerSettings)
+    settings: ev.SchedulerSettings = field(default_factory=ev.SchedulerSettings)
     policy: str = DEFAULT_POLICY
     """A name of :mod:`broker.scheduler.policies`."""
     record: Path | None = None
@@ -135,9 +95,9 @@ class Scheduler:
         self.lease = LeaseKeeper(
             bus,
             self.scheduler,
-            epoch_seen=lambda: self.core.epoch_seen_max,
-            on_gained=self._gained,
-            on_lost=lambda _reason: self._step(LeadershipLost()),
+            epoch_seen=lambda: self.core.pool.epoch_seen_max,
+            on_gained=lambda epoch: self._tasks.spawn(self._take_over(epoch)),
+            on_lost=lambda _reason: self._step(ev.LeadershipLost()),
         )
         self.journal = JournalKeeper(
             bus,
@@ -150,16 +110,16 @@ class Scheduler:
             bus,
             registry,
             leads=lambda: self.lease.holds,
-            on_loaded=lambda records: self._step(RegistryLoaded(records)),
-            on_applied=lambda record: self._step(ModelApplied(record)),
-            on_removed=lambda name: self._step(ModelRemoved(name)),
+            on_loaded=lambda records: self._step(ev.RegistryLoaded(records)),
+            on_applied=lambda record: self._step(ev.ModelApplied(record)),
+            on_removed=lambda name: self._step(ev.ModelRemoved(name)),
         )
-        self.costs = CostsSync(bus, registry, on_kept=lambda entries: self._step(CostsKept(entries)))
+        self.costs = CostsSync(bus, registry, on_kept=lambda entries: self._step(ev.CostsKept(entries)))
         self.overrides = OverridesSync(
             bus,
             registry,
             leads=lambda: self.lease.holds,
-            on_changed=lambda overrides: self._step(OverridesChanged(overrides)),
+            on_changed=lambda overrides: self._step(ev.OverridesChanged(overrides)),
         )
         people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
         self._twu = DeviceTwu(self.core, config.state_dir, time.monotonic)
@@ -173,15 +133,15 @@ class Scheduler:
             self._twu,
             now_s=time.monotonic,
             unix_offset_s=lambda: time.time() - time.monotonic(),
-            unload=lambda name: self._step(UnloadRequested(name)),
-            profile=lambda record, for_s, batch_max: self._step(ProfileAsked(record.deployment, for_s, batch_max)),
+            unload=lambda name: self._step(ev.UnloadRequested(name)),
+            profile=lambda record, for_s, batch_max: self._step(ev.ProfileAsked(record.deployment, for_s, batch_max)),
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""
-        self._digest: PublishDigest | None = None
+        self._digest: ev.PublishDigest | None = None
         self._digest_changed = asyncio.Event()
         self._digest_stored_s = 0.0
-        self._alerts: asyncio.Queue[Alert] = asyncio.Queue(ALERTS_QUEUED_MAX)
+        self._alerts: asyncio.Queue[m.Alert] = asyncio.Queue(ALERTS_QUEUED_MAX)
         self._subscriptions: list[Subscription] = []
         self._loops = Tasks(self._broke)
         self._tasks = Tasks(lambda error: log.error("a task of the scheduler failed", error=place_of(error)))
@@ -239,23 +199,20 @@ class Scheduler:
         await self.registry.start()
         await self.lease.run()
 
-    def _gained(self, epoch: int) -> None:
-        self._tasks.spawn(self._take_over(epoch))
-
     async def _take_over(self, epoch: int) -> None:
         """Goes on from the last digest, so that its dead stay dead, and with what the journal shows unfinished."""
         digest, _ = await asyncio.gather(self._last_digest(), self._read_journal())
         if digest is not None:
-            self._step(DigestRestored(digest))
+            self._step(ev.DigestRestored(digest))
         if self.lease.check(time.monotonic()) and self.lease.epoch == epoch:
-            self._step(JournalRestored(self.journal.known.unfinished()))
-            self._step(LeadershipGained(epoch))
+            self._step(ev.JournalRestored(self.journal.known.unfinished()))
+            self._step(ev.LeadershipGained(epoch))
 
-    async def _last_digest(self) -> PoolDigest | None:
+    async def _last_digest(self) -> m.PoolDigest | None:
         try:
             async with asyncio.timeout(ROUND_TRIP_S_MAX):
                 entry = await self._bus.kv_get(names.POOL_BUCKET, DIGEST_KEY)
-            return decode(entry.value, PoolDigest) if entry is not None else None
+            return decode(entry.value, m.PoolDigest) if entry is not None else None
         except (BusError, TimeoutError, DecodeError) as error:
             log.warning("the last digest cannot be read", reason=str(error) or type(error).__name__)
             return None
@@ -269,20 +226,20 @@ class Scheduler:
 
     def _journal_troubled(self, reason: str) -> None:
         """Decisions go on: a successor trusts the agents' reports first."""
-        self._raise(
-            Alert(
-                at_unix_s=time.time(),
-                severity=Severity.WARNING,
-                kind="journal-lost",
-                scope="pool",
-                text=f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less",
-                remedy="carpool get timeline",
-            )
+        text = f"the journal of scale actions has a gap ({reason}); decisions go on, a new leader would know less"
+        alert = m.Alert(
+            at_unix_s=time.time(),
+            severity=m.Severity.WARNING,
+            kind="journal-lost",
+            scope="pool",
+            text=text,
+            remedy="carpool get timeline",
         )
+        self._raise(alert)
 
     # -------------------------------------------------------------------------------------------------------------- core
 
-    def _step(self, event: SchedulerEvent) -> None:
+    def _step(self, event: ev.SchedulerEvent) -> None:
         now_s = time.monotonic()
         commands = self.core.step(now_s, event)
         if self._recorder is not None:
@@ -290,28 +247,27 @@ class Scheduler:
         for command in commands:
             self._do(command)
 
-    def _do(self, command: SchedulerCommand) -> None:
+    def _do(self, command: ev.SchedulerCommand) -> None:
         match command:
-            case SendCommand():
-                if self.lease.check(time.monotonic()):
-                    self._tasks.spawn(self._send(command))
-            case PublishDigest():
-                if self.lease.check(time.monotonic()):
-                    self._digest = command
-                    self._digest_changed.set()
-            case AppendJournal():
-                if self.lease.check(time.monotonic()):
-                    self.journal.append(self.lease.epoch, command.entries)
-            case RaiseAlert():
+            case ev.SendCommand() | ev.PublishDigest() | ev.AppendJournal() if not self.lease.check(time.monotonic()):
+                pass
+            case ev.SendCommand():
+                self._tasks.spawn(self._send(command))
+            case ev.PublishDigest():
+                self._digest = command
+                self._digest_changed.set()
+            case ev.AppendJournal():
+                self.journal.append(self.lease.epoch, command.entries)
+            case ev.RaiseAlert():
                 self._raise(command.alert)
-            case KeepCosts():
+            case ev.KeepCosts():
                 self.costs.keep(command.kept)
-            case Resign():
+            case ev.Resign():
                 self.lease.give_up(command.reason)
             case _:
                 assert_never(command)
 
-    def _raise(self, alert: Alert) -> None:
+    def _raise(self, alert: m.Alert) -> None:
         if self._alerts.full():
             self._alerts.get_nowait()
         self._alerts.put_nowait(alert)
@@ -319,30 +275,30 @@ class Scheduler:
     async def _tick(self) -> None:
         while True:
             self.lease.check(time.monotonic())
-            self._step(Ticked(time.time()))
+            self._step(ev.Ticked(time.time()))
             await asyncio.sleep(max(0.01, self.core.next_wake_s - time.monotonic()))
 
     async def _prove_the_bus(self) -> None:
         while True:
             with contextlib.suppress(BusError):
                 await self._bus.round_trip(timeout_s=ROUND_TRIP_S_MAX)
-                self._step(BusRoundTripMade())
+                self._step(ev.BusRoundTripMade())
             await asyncio.sleep(ROUND_TRIP_EVERY_S)
 
-    async def _send(self, command: SendCommand) -> None:
+    async def _send(self, command: ev.SendCommand) -> None:
         subject = names.commands(command.worker)
         operation = command.command.operation
         log.info("command", worker=command.worker, kind=type(command.command).__name__, operation=operation)
         try:
             payload = await self._bus.request(subject, encode(command.command), timeout_s=command.timeout_s)
-            reply = decode(payload, CommandReply)
+            reply = decode(payload, m.CommandReply)
         except (BusError, DecodeError) as error:
             log.warning("a command got no answer", worker=command.worker, operation=operation, reason=str(error))
-            self._step(CommandUnanswered(operation))
+            self._step(ev.CommandUnanswered(operation))
             return
         if reply.detail:
             log.info("command answered", operation=operation, outcome=reply.outcome.value, detail=reply.detail)
-        self._step(CommandAnswered(reply))
+        self._step(ev.CommandAnswered(reply))
 
     # ----------------------------------------------------------------------------------------------------------- hearing
 
@@ -355,27 +311,25 @@ class Scheduler:
             return None
 
     def _on_beat(self, message: BusMessage) -> None:
-        beat = self._decoded(message, WorkerBeat)
-        if beat is not None:
-            self._step(BeatSeen(beat.worker, beat.epoch_seen))
+        if (beat := self._decoded(message, m.WorkerBeat)) is not None:
+            self._step(ev.BeatSeen(beat.worker, beat.epoch_seen))
 
     def _on_snapshot(self, message: BusMessage) -> None:
-        snapshot = self._decoded(message, WorkerSnapshot)
+        snapshot = self._decoded(message, m.WorkerSnapshot)
         if snapshot is None or (not self.core.catalogue.loaded and any(not one.deployment for one in snapshot.replicas)):
             return  # What an older worker runs is known once the registry is; it tells again.
-        self._step(WorkerReported(told_by_worker(snapshot, self.core.catalogue)))
+        self._step(ev.WorkerReported(told_by_worker(snapshot, self.core.catalogue)))
 
     def _on_ingress(self, message: BusMessage) -> None:
-        telemetry = self._decoded(message, IngressTelemetry)
-        if telemetry is not None:
+        if (telemetry := self._decoded(message, m.IngressTelemetry)) is not None:
             telemetry = told_by_gateway(telemetry, self.core.catalogue)
             self._twu.hear(telemetry)
-            self._step(IngressReported(telemetry))
+            self._step(ev.IngressReported(telemetry))
 
     def _on_event(self, message: BusMessage) -> None:
-        event: WorkerEvent | None = self._decoded(message, WorkerEvent)  # type: ignore[arg-type]
+        event: m.WorkerEvent | None = self._decoded(message, m.WorkerEvent)  # type: ignore[arg-type]
         if event is not None:
-            self._step(OperationSeen(event))
+            self._step(ev.OperationSeen(event))
 
     def _on_control(self, message: BusMessage) -> None:
         # Only the leader answers; a standby that kept silent is not missed.
@@ -384,9 +338,8 @@ class Scheduler:
 
     async def _answer_control(self, message: BusMessage) -> None:
         verb = message.subject.rpartition(".")[2]
-        request = self._decoded(message, ControlRequest)
-        if request is None:
-            reply = ControlReply(error="the request is not a ControlRequest")
+        if (request := self._decoded(message, m.ControlRequest)) is None:
+            reply = m.ControlReply(error="the request is not a m.ControlRequest")
         else:
             reply = await self.control.answer(verb, request)
         with contextlib.suppress(BusError):
@@ -398,8 +351,7 @@ class Scheduler:
         while True:
             await self._digest_changed.wait()
             self._digest_changed.clear()
-            digest = self._digest
-            if digest is None:
+            if (digest := self._digest) is None:
                 continue
             payload = encode(digest.digest)
             with contextlib.suppress(BusError):
@@ -425,10 +377,7 @@ class Scheduler:
                 except QueueMissing:
                     with contextlib.suppress(BusError):
                         await self._bus.ensure_stream(
-                            names.ALERT_STREAM,
-                            [names.ALL_ALERTS],
-                            max_age_s=ALERTS_KEPT_S,
-                            max_bytes=ALERTS_BYTES_MAX,
+                            names.ALERT_STREAM, [names.ALL_ALERTS], max_age_s=ALERTS_KEPT_S, max_bytes=ALERTS_BYTES_MAX
                         )
                 except BusError as error:
                     log.debug("an alert was not stored", reason=str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -37,16 +38,16 @@ class Levels(msgspec.Struct, frozen=True):
     """By a model's name."""
 
 
+@dataclass(eq=False, slots=True)
 class DeviceTwu:
     """Hears telemetry, and knows every device's TWU."""
 
-    def __init__(self, core: SchedulerCore, directory: Path, now_s: Callable[[], float]) -> None:
-        self._core = core
-        self._file = directory / FILE
-        self._now_s = now_s
-        self._read: tuple[float, Levels | None] = (0.0, None)
-        self._stress: dict[DeploymentKey, tuple[float, float]] = {}
-        """By model: tokens per second times lateness, and when that was."""
+    _core: SchedulerCore
+    _directory: Path
+    _now_s: Callable[[], float]
+    _read: tuple[float, Levels | None] = (0.0, None)
+    _stress: dict[DeploymentKey, tuple[float, float]] = field(default_factory=dict)
+    """By model: tokens per second times lateness, and when that was."""
 
     def hear(self, telemetry: IngressTelemetry) -> None:
         """What a gateway counted since its last telemetry."""
@@ -61,8 +62,7 @@ class DeviceTwu:
 
     def of(self, device: Device) -> tuple[float | None, str]:
         """A device's TWU and a word on it; None without a calibration."""
-        levels = self._levels()
-        if levels is None or levels.baseline_tokens_per_s <= 0.0:
+        if (levels := self._levels()) is None or levels.baseline_tokens_per_s <= 0.0:
             return None, ""
         pool, now_s = self._core.pool, self._now_s()
         total = 0.0
@@ -79,13 +79,14 @@ class DeviceTwu:
 
     def _levels(self) -> Levels | None:
         """The file's, read again when it is another; None where there is none that can be read."""
+        file = self._directory / FILE
         try:
-            changed = self._file.stat().st_mtime
+            changed = file.stat().st_mtime
             if changed != self._read[0]:
                 self._read = (changed, None)
-                self._read = (changed, msgspec.json.decode(self._file.read_bytes(), type=Levels))
+                self._read = (changed, msgspec.json.decode(file.read_bytes(), type=Levels))
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("the levels of TWU cannot be read", file=str(self._file), error=type(error).__name__)
+            log.warning("the levels of TWU cannot be read", file=str(file), error=type(error).__name__)
         return self._read[1]

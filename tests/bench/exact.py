@@ -79,8 +79,7 @@ def _patterns(problem: Problem, site: int) -> Iterator[Pattern]:
             yield tuple(counts)
             return
         wanted = problem.needs[need]
-        most = 0 if place.kind not in wanted.rates else min(residents, wanted.replicas_max)
-        most = min(most, problem.copies_per_site)
+        most = 0 if place.kind not in wanted.rates else min(1, residents, wanted.replicas_max)
         for count in range(most + 1):
             if count * wanted.bytes_min > free_bytes:
                 break
@@ -153,10 +152,8 @@ class _Program:
             self.rows.append((1.0, 1.0, dict.fromkeys(columns, 1.0)))
 
     def _share(self, need: int, pattern: Pattern) -> float:
-        if not self.problem.shares_time:
-            return 1.0
         others = [self.problem.needs[o].usage for o, count in enumerate(pattern) for _ in range(count - (o == need))]
-        return share_of_time(others, self.problem.sharing_keeps)
+        return share_of_time(others)
 
     def _carries(self, need: int, site: int, pattern: Pattern) -> float:
         """What one replica carries on one of its devices."""

@@ -180,9 +180,9 @@ def test_the_journal_tells_an_eviction_and_what_it_did() -> None:
     assert log.transactions()[0].entries() == leader.entries
     assert [one.name for one in log.of_model(deployment("m"), latest_max=5)] == ["7-1"]
     explained = explain_transaction(leader.core, log.transactions()[0], leader.now_s, UNIX_S + leader.now_s)
-    assert (explained.kind, explained.model, explained.where, explained.outcome) == ("evict-kv", "m", WORKER, "done")
-    (step,) = explained.steps
-    assert (step.what, step.outcome) == ("drop 50% of its KV there", "9 blocks")
+    assert tuple(explained[key] for key in ("kind", "model", "where", "outcome")) == ("evict-kv", "m", WORKER, "done")
+    (step,) = explained["steps"]
+    assert (step["what"], step["outcome"]) == ("drop 50% of its KV there", "9 blocks")
 
 
 def test_a_successor_asks_again_under_the_same_operation() -> None:

@@ -114,19 +114,18 @@ def test_a_block_alone_carries_its_rate_less_its_standing_share() -> None:
     layout = Layout(Problem((site(0), site(1, kind=A100)), (both,)))
     assert layout.lack(0) == 1.0
     layout.add(0, (0,))
-    assert layout.capacity(0) == pytest.approx(0.9) and layout.lack(0) == pytest.approx(0.5)
+    assert layout.capacity[0] == pytest.approx(0.9) and layout.lack(0) == pytest.approx(0.5)
     layout.add(0, (1,))
-    assert layout.capacity(0) == pytest.approx(0.9 + 0.4)
+    assert layout.capacity[0] == pytest.approx(0.9 + 0.4)
 
 
 def test_neighbours_slow_each_other_by_what_they_use() -> None:
-    """Each gets what the other leaves, of models on one device, and all of a device with slices (SCH-1)."""
+    """Each gets what the other leaves, of models on one device (SCH-1)."""
     needs = (need("a", usage=0.2), need("b", usage=0.6))
-    for shares_time, expected in ((True, (0.485, 1.0 - 0.03 * 0.4 - 0.2)), (False, (1.0, 1.0))):
-        layout = Layout(Problem((site(0),), needs, shares_time=shares_time))
-        layout.add(0, (0,))
-        layout.add(1, (0,))
-        assert (layout.capacity(0), layout.capacity(1)) == pytest.approx(expected)
+    layout = Layout(Problem((site(0),), needs))
+    layout.add(0, (0,))
+    layout.add(1, (0,))
+    assert (layout.capacity[0], layout.capacity[1]) == pytest.approx((0.485, 1.0 - 0.03 * 0.4 - 0.2))
 
 
 def test_one_that_goes_on_for_a_while_slows_and_holds_its_device() -> None:
@@ -134,25 +133,25 @@ def test_one_that_goes_on_for_a_while_slows_and_holds_its_device() -> None:
     needs = (need("a", gb=30), need("b", usage=1.0, gb=60))
     there = Block(1, (0,), ReplicaId("b-1"), bytes_left=40 * GB)
     layout = Layout(Problem((site(0), site(1)), needs, (there,)))
-    assert layout.free_bytes(0) == 40 * GB and layout.paid(0) and not layout.used(0) and not layout.paid(1)
+    assert layout.free_bytes[0] == 40 * GB and layout.paid[0] and not layout.on[0] and not layout.paid[1]
     assert layout.fits(0, (0,)) and layout.fits(1, (0,))  # It can be had back: what it holds is its own.
     beside = layout.add(0, (0,))
-    assert layout.capacity(0) == pytest.approx(0.485)
+    assert layout.capacity[0] == pytest.approx(0.485)
     layout.remove(beside)
     assert not Layout(Problem((site(0),), (*needs, need("c", gb=60)), (there,))).fits(2, (0,))
     number = layout.add(1, (0,))
-    assert layout.free_bytes(0) == 20 * GB and layout.score().load_s == 0.0
+    assert layout.free_bytes[0] == 20 * GB and layout.score().load_s == 0.0
     layout.remove(number)
-    assert layout.free_bytes(0) == 40 * GB
+    assert layout.free_bytes[0] == 40 * GB
 
 
 def test_a_block_that_cannot_change_is_charged_what_it_holds() -> None:
     """A replica that loads holds its budget, whatever the least would be (SCH-8)."""
     loading = Block(0, (0,), ReplicaId("a-1"), bytes_held=50 * GB)
     layout = Layout(Problem((site(0),), (need("a", gb=20),), (loading,)), (loading,))
-    assert layout.free_bytes(0) == 30 * GB
+    assert layout.free_bytes[0] == 30 * GB
     layout.remove(1)
-    assert layout.free_bytes(0) == 80 * GB
+    assert layout.free_bytes[0] == 80 * GB
 
 
 def test_free_memory_is_shared_out_by_what_neighbours_want() -> None:
@@ -172,7 +171,7 @@ def test_the_kv_that_a_loading_replica_holds_is_its_models() -> None:
     loading = Block(0, (0,), ReplicaId("a-1"), bytes_held=60 * GB)
     layout = Layout(Problem((site(0),), needs, (loading,)), (loading,))
     layout.add(1, (0,))
-    assert layout.free_bytes(0) == 10 * GB
+    assert layout.free_bytes[0] == 10 * GB
     assert layout.lack(1) == 0.0 and layout.lack(0) == 0.0
 
 
@@ -215,9 +214,6 @@ def test_fits_asks_memory_kind_residents_and_copies() -> None:
     assert not layout.fits(1, (0,))  # Its memory is not there any more.
     layout.add(3, (0,))
     assert not layout.fits(0, (0,)) and not layout.fits(3, (0,))  # Two residents are the most.
-    twice = Layout(replace(problem, copies_per_site=2))
-    twice.add(0, (0,))
-    assert twice.fits(0, (0,))
 
 
 def test_fits_asks_neighbours_and_tenants() -> None:
@@ -261,12 +257,12 @@ class Seen:
         sites, needs = range(len(layout.problem.sites)), range(len(layout.problem.needs))
         return cls(
             dict(layout.blocks),
-            [layout.capacity(number) for number in needs],
+            [layout.capacity[number] for number in needs],
             [layout.lack(number) for number in needs],
-            [layout.free_bytes(number) for number in sites],
-            [list(layout.on(number)) for number in sites],
-            [list(layout.of(number)) for number in needs],
-            {number: layout.carried(number) for number in layout.blocks},
+            [layout.free_bytes[number] for number in sites],
+            [list(layout.on[number]) for number in sites],
+            [list(layout.of[number]) for number in needs],
+            {number: layout.carried[number] for number in layout.blocks},
             layout.left(),
             layout.score(),
         )
@@ -295,7 +291,7 @@ def problems(draw: st.DrawFn) -> Problem:
         )
         for number in range(draw(st.integers(1, 3)))
     )
-    problem = Problem(sites, needs, copies_per_site=draw(st.integers(1, 2)))
+    problem = Problem(sites, needs)
     layout = Layout(problem)
     for number in range(draw(st.integers(0, 3))):
         _change(layout, number * 7 + draw(st.integers(0, 6)), False)
@@ -348,10 +344,10 @@ def test_a_layout_is_worth_the_same_however_it_came_about(problem: Problem, step
         _change(layout, choice, takes)
     anew = Layout(problem, (layout.blocks[number] for number in sorted(layout.blocks)))
     for number in range(len(problem.needs)):
-        assert anew.capacity(number) == pytest.approx(layout.capacity(number))
+        assert anew.capacity[number] == pytest.approx(layout.capacity[number])
         assert anew.lack(number) == pytest.approx(layout.lack(number))
-    assert [anew.free_bytes(n) for n in range(len(problem.sites))] == [
-        layout.free_bytes(n) for n in range(len(problem.sites))
+    assert [anew.free_bytes[n] for n in range(len(problem.sites))] == [
+        layout.free_bytes[n] for n in range(len(problem.sites))
     ]
     assert anew.score() == pytest.approx(layout.score())
     assert sorted(anew.left()) == sorted(layout.left())
@@ -366,10 +362,10 @@ def test_nothing_that_fits_takes_memory_that_is_not_there(problem: Problem, step
         _change(layout, choice, takes)
         gone = set(layout.left())
         for number, place in enumerate(problem.sites):
-            used = sum(problem.needs[layout.blocks[block].need].bytes_min for block in layout.on(number))
+            used = sum(problem.needs[layout.blocks[block].need].bytes_min for block in layout.on[number])
             used += sum(b.bytes_left for b in problem.placed if b.place in gone and number in b.sites)
-            assert layout.free_bytes(number) == place.memory_bytes - used
-            assert layout.free_bytes(number) >= 0
+            assert layout.free_bytes[number] == place.memory_bytes - used
+            assert layout.free_bytes[number] >= 0
 
 
 def test_replicas_without_the_share_of_time_that_was_needed_lack_a_little() -> None:

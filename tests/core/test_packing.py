@@ -318,7 +318,7 @@ def test_growing_takes_nothing_from_who_has_no_more_than_its_least(problem: Prob
     had = Counter(block.need for block in problem.placed)
     for number, wanted in enumerate(problem.needs):
         least = max(wanted.replicas_min, 1 if wanted.load else 0)
-        assert len(layout.of(number)) >= min(had[number], least)
+        assert len(layout.of[number]) >= min(had[number], least)
 
 
 def test_nothing_moves_where_nothing_lacks() -> None:

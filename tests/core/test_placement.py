@@ -428,7 +428,7 @@ def test_a_stale_epoch_makes_us_resign() -> None:
     stranger = CommandReply(operation=OperationId("op-1-1"), outcome=CommandOutcome.STALE_EPOCH, epoch_seen=8)
     assert bench.step(CommandAnswered(stranger)) == []
     assert bench.answer(load, CommandOutcome.STALE_EPOCH) == [Resign("a worker has obeyed epoch 9, ours is 7")]
-    assert bench.core.epoch_seen_max == 9
+    assert bench.core.pool.epoch_seen_max == 9
 
 
 def test_a_drain_that_overruns_is_forced() -> None:

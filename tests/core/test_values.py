@@ -34,7 +34,8 @@ DATA = [found for found in CLASSES if dataclasses.is_dataclass(found)]
 # What a core keeps and changes itself. Everything else is an event, a command, a setting or an answer.
 STATE = {
     "broker.core.plan.costs.Account",
-    "broker.core.plan.plan_input.Look",
+    "broker.core.plan.memory.Memory",
+    "broker.core.plan.problem.Look",
     "broker.core.plan.turns.Turns",
     "broker.core.plan.standby.Spares",
     "_Account",
@@ -57,7 +58,10 @@ STATE = {
     "_Slot",
     "_Spares",
     "_Taken",
+    "Actions",
     "Choice",
+    "DigestBuilder",
+    "Feasibility",
     "Flow",
     "HeldRequest",
     "Link",
@@ -65,6 +69,7 @@ STATE = {
     "Model",
     "ModelNeed",
     "Operation",
+    "Outcomes",
     "PendingChange",
     "Recorded",
     "Replica",
@@ -72,6 +77,7 @@ STATE = {
     "Transaction",
     "Unconfirmed",
     "Victim",
+    "ViewBuilder",
     "Worker",
     "broker.core.pool.members.Device",
 }

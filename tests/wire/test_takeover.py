@@ -137,7 +137,7 @@ async def test_a_deposed_leader_that_writes_gives_up_its_lease(nats_server: Nats
         other = JournalRecord(epoch=scheduler.lease.epoch + 1, writer="another", entries=())
         await rig.bus.stream_publish(names.JOURNAL, encode(other))
         lost: list[str] = []
-        scheduler.lease._on_lost = lost.append
+        scheduler.lease.on_lost = lost.append
         await rig.control("unload", {"model": "a"})
         await until(lambda: bool(lost), "the lease is given up")
         assert "another scheduler writes the journal under epoch" in lost[0]

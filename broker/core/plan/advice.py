@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from broker.core.plan.layout import Layout
-from broker.core.plan.plan_input import Look
 from broker.core.plan.policy import Action, ModelView, StartReplica, StopReplica
-from broker.core.plan.problem import Block
+from broker.core.plan.problem import Block, Look
 from broker.core.plan.search import Search, named
 from broker.core.plan.turns import Turns
 from broker.core.pool.describe import seconds_text

@@ -23,7 +23,6 @@ from broker.core.plan.layout import Layout
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.memory import Memory
 from broker.core.plan.need import ModelNeed, Needs, standing
-from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.policy import (
     Action,
     Decision,
@@ -35,7 +34,7 @@ from broker.core.plan.policy import (
     StopReplica,
 )
 from broker.core.plan.prewarming import Prospects
-from broker.core.plan.problem import Block, Need, Problem, Site
+from broker.core.plan.problem import Block, Look, Need, Place, Problem, Site, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
 from broker.core.plan.turns import Turns
@@ -64,7 +63,6 @@ class CoordinatorSettings:
     residency_s: float = t.RESIDENCY_S
     turn_s: float = t.TURN_S
     spare_level: float = t.SPARE_LEVEL
-    bounds_slots: bool = True
     shares_devices: bool = True
     """False: every replica has its devices for itself."""
     residents_max: int | None = None
@@ -89,7 +87,7 @@ class Coordinator:
         self._closed: dict[ReplicaId, float] = {}
         """Those of them that take nothing new, since when."""
         self._spares = Spares()
-        self._spare_places: list[tuple[int, tuple[int, ...]]] = []
+        self._spare_places: list[Place] = []
         """Where those that were asked for at the last look will be."""
         self._rush_s: dict[DeploymentKey, float] = {}
         """Models in a rush, and when they last needed their spares."""
@@ -109,13 +107,10 @@ class Coordinator:
         self._shares: dict[DeploymentKey, float] = {}
         """By model: what each of them has on average."""
         self._turn = 0
-        self._calm_s = -math.inf
-        self._victims: dict[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] = {}
+        self._victims: dict[Place, tuple[ReplicaId, ...]] = {}
         """By place of a block of this look's plan: who leaves for it."""
-        self._advised_s = -math.inf
-        self._decided_s = -math.inf
-        self._watches_since_s = -math.inf
-        self._looked_s = self._slots_s = self._replanned_s = -math.inf
+        self._advised_s = self._decided_s = self._watches_since_s = -math.inf
+        self._looked_s = self._slots_s = self._replanned_s = self._calm_s = -math.inf
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """See ``policy.Policy``."""
@@ -140,13 +135,11 @@ class Coordinator:
         # In a large pool who waits beside its own replicas waits for the next whole look: looks cost time there.
         late_s = t.LATE_S if len(view.devices) <= t.LARGE_DEVICES else math.inf
         starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= late_s) for model, _ in pairs)
-        if not due and not starved and not self._anybody_lacks(needs):
+        lacks = zip(needs, self._capacity, strict=True)
+        if not due and not starved and not any(self._at_least(need.load) > capacity for need, capacity in lacks):
             return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
         return self._plan(self._look(now_s, view, pairs, needs))
-
-    def _anybody_lacks(self, needs: list[ModelNeed]) -> bool:
-        return any(self._at_least(need.load) > capacity for need, capacity in zip(needs, self._capacity, strict=True))
 
     def _at_least(self, load: float) -> float:
         """What of a load must be carried: less makes somebody act."""
@@ -160,8 +153,7 @@ class Coordinator:
         pairs = []
         for model in view.models.values():
             for kind in kinds:
-                costs = model.record.costs.get(kind)
-                if costs is not None:
+                if (costs := model.record.costs.get(kind)) is not None:
                     pairs.append((model, costs))
                     break
         return pairs
@@ -293,32 +285,28 @@ class Coordinator:
         if routine:
             self._looked_s = now_s
             if enough and now_s - self._watches_since_s >= t.WATCH_S:
-                relieved = self._relieved(look, layout)
-                if relieved is not None:
+                if (relieved := self._relieved(look, layout)) is not None:
                     return self._carry(look, relieved, "a neighbour lacks more")
-                emptied = self._give_up(look, search)
-                if emptied:
+                if emptied := self._give_up(look, search):
                     names = ", ".join("/".join(look.problem.sites[site].key) for site in emptied)
                     why = f"{names} not needed: the rest carries it"
                 else:
-                    better = self._replan(look, layout)
-                    if better is not None:
+                    if (better := self._replan(look, layout)) is not None:
                         layout, why = better, "moved: all together need less so"
         return self._carry(look, layout, why)
 
     def _cut(self, look: Look, layout: Layout) -> None:
         """Takes off what a model has above ``max_replicas``: those not ready before those that run least."""
         for index, model in enumerate(look.models):
-            over = len(layout.of(index)) - model.record.max_replicas
-            if over > 0:
-                views = [
-                    (look.replicas[block.replica], number)
-                    for number in layout.of(index)
-                    if (block := layout.blocks[number]).replica is not None and not block.stays
-                ]
-                views.sort(key=lambda entry: (look.ready(entry[0].replica), entry[0].running, entry[0].replica))
-                for _, number in views[:over]:
-                    layout.remove(number)
+            over = len(layout.of[index]) - model.record.max_replicas
+            views = [
+                (look.replicas[block.replica], number)
+                for number in (layout.of[index] if over > 0 else ())
+                if (block := layout.blocks[number]).replica is not None and not block.stays
+            ]
+            views.sort(key=lambda entry: (look.ready(entry[0].replica), entry[0].running, entry[0].replica))
+            for _, number in views[: max(0, over)]:
+                layout.remove(number)
 
     def _turns(self, look: Look, layout: Layout, auction: Turns) -> Layout:
         """Who waits without a place gets that of others; see ``turns``. What yields does so at once, so that what its
@@ -344,11 +332,11 @@ class Coordinator:
         now_s = look.now_s
         self._relief_s = {key: since for key, since in self._relief_s.items() if now_s - since < t.CALM_S}
         least = t.RELIEF_LACK if len(look.problem.sites) <= t.LARGE_DEVICES else t.RELIEF_LACK_LARGE
-        lacks = []
-        for index, wanted in enumerate(look.problem.needs):
-            lack = layout.lack(index)
-            if lack > least and layout.of(index) and wanted.model not in self._relief_s:
-                lacks.append((-lack * wanted.value, index))
+        lacks = [
+            (-lack * wanted.value, index)
+            for index, wanted in enumerate(look.problem.needs)
+            if (lack := layout.lack(index)) > least and layout.of[index] and wanted.model not in self._relief_s
+        ]
         lacking = [index for _, index in sorted(lacks)[: t.TRIES]]
         if not lacking:
             return None
@@ -396,28 +384,23 @@ class Coordinator:
         """Devices that the others can do without; when all is calm also by moving what is there."""
         young = self._young_sites(look)
         candidates = [site for site in search.emptiest() if site not in young]
-        emptied = [site for site in candidates if search.layout.used(site) and search.empty(site, moves=False)]
+        emptied = [site for site in candidates if search.layout.on[site] and search.empty(site, moves=False)]
         self._trimmed = Search(search.layout, self._trials_max(look)).trim(young, self._trimmed)
         if emptied or look.now_s - self._calm_s < self.settings.calm_s:
             return emptied
         tries = min(t.TRIES, len(candidates))
         turns = [candidates[(self._turn + turn) % len(candidates)] for turn in range(tries)]
         self._turn += tries
-        for site in turns:
-            if search.empty(site):
-                return [site]
-        return []
+        return next(([site] for site in turns if search.empty(site)), [])
 
     def _young_sites(self, look: Look) -> set[int]:
+        views = [(block, look.replicas[block.replica]) for block in look.problem.placed if block.replica is not None]
         return {
             site
-            for block in look.problem.placed
-            if block.replica is not None and self._young(look, look.replicas[block.replica])
+            for block, view in views
+            if view.state is not ReplicaState.READY or look.now_s - view.since_s < self.settings.residency_s
             for site in block.sites
         }
-
-    def _young(self, look: Look, replica: ReplicaView) -> bool:
-        return replica.state is not ReplicaState.READY or look.now_s - replica.since_s < self.settings.residency_s
 
     # ------------------------------------------------------------------------------------------------------- carrying out
 
@@ -436,28 +419,17 @@ class Coordinator:
                 self._doomed[replica] = why
         stops: dict[ReplicaId, StopReplica] = {}
         self._close(look, blocks, stops)
-        routine = now_s == self._looked_s
-        memory = Memory(
-            look,
-            layout,
-            blocks,
-            spares,
-            self._doomed,
-            self._closed,
-            stops,
-            routine=routine,
-            resizes=s.resizes_kv,
-            victims=self._victims,
-        )
+        leaving = (self._doomed, self._closed, stops, self._victims)
+        memory = Memory(look, layout, blocks, spares, *leaving, now_s == self._looked_s, s.resizes_kv)
         for replica in memory.evicted:
             if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):
                 stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
         self._spare_places = memory.spares
         actions: list[Action] = [*stops.values(), *memory.actions, *self._advice(look)]
-        if s.bounds_slots and now_s - self._slots_s >= t.LOOK_S - 1e-6:
+        if now_s - self._slots_s >= t.LOOK_S - 1e-6:
             self._slots_s = now_s
             actions.extend(self._slots(look, layout, kept))
-        self._capacity = [layout.capacity(index) for index in range(len(look.models))]
+        self._capacity = [layout.capacity[index] for index in range(len(look.models))]
         return Decision(tuple(actions), self._weights(look, layout, kept))
 
     def _advice(self, look: Look) -> list[Action]:
@@ -491,21 +463,19 @@ class Coordinator:
                     self._closed[replica] = now_s
                 elif not closes and replica in self._closed:
                     del self._closed[replica]
-                since_s = self._closed.get(replica)
-                if since_s is None or now_s - since_s < s.close_s:
-                    continue
-                if self._goes(look, replica):
+                since_s = self._closed.get(replica, math.inf)
+                if now_s - since_s >= s.close_s and self._goes(look, replica):
                     stops[replica] = StopReplica(replica, self._doomed[replica], interrupt=True)
 
     def _goes(self, look: Look, replica: ReplicaId) -> bool:
         """Whether a closed replica may be ended: what it still runs costs little to compute again, or has had its time."""
         view = look.replicas[replica]
-        if look.now_s - self._closed.get(replica, look.now_s) >= t.CLOSED_S_MAX or not view.running:
+        closed_s = look.now_s - self._closed.get(replica, look.now_s)
+        if closed_s >= t.CLOSED_S_MAX or not view.running:
             return True
         index = next(i for i, model in enumerate(look.models) if model.record.deployment == view.deployment)
         need = look.needs[index]
         again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
-        closed_s = look.now_s - self._closed.get(replica, look.now_s)
         return again_s <= t.AGAIN_S_MAX + t.AGAIN_SHARE * closed_s
 
     # ------------------------------------------------------------------------------------------------------------ routing
@@ -513,15 +483,13 @@ class Coordinator:
     def _weights(self, look: Look, layout: Layout, kept: dict[ReplicaId, Block]) -> dict[ReplicaId, float]:
         """Routing: by share of time among the plan's replicas, spares only in a rush, none to those that close."""
         weights: dict[ReplicaId, float] = {}
-        self._speed = [0.0] * len(look.models)
+        self._speed, counts = [0.0] * len(look.models), [0] * len(look.models)
         for replica, block in kept.items():
             if look.ready(replica):
                 share = min(layout.share(block.need, site) for site in block.sites)
                 weights[replica] = share * self.prospects.weight(replica) if self.prospects else share
                 self._speed[block.need] += share
-        counts = [0] * len(look.models)
-        for replica, block in kept.items():
-            counts[block.need] += look.ready(replica)
+                counts[block.need] += 1
         self._shares = {
             model.record.deployment: speed / count
             for model, speed, count in zip(look.models, self._speed, counts, strict=True)
@@ -556,11 +524,8 @@ class Coordinator:
 
     def _changed(self, weights: dict[ReplicaId, float]) -> dict[ReplicaId, float]:
         """Those that differ enough from what was told, which they are from now on."""
-        changed = {}
-        for replica, weight in weights.items():
-            told = self._told.get(replica, 1.0)
-            if (weight > 0) != (told > 0) or abs(weight - told) > 0.2:
-                changed[replica] = weight
+        pairs = [(replica, weight, self._told.get(replica, 1.0)) for replica, weight in weights.items()]
+        changed = {r: weight for r, weight, told in pairs if (weight > 0) != (told > 0) or abs(weight - told) > 0.2}
         self._told.update(changed)
         return changed
 

@@ -7,6 +7,7 @@ are kept until the next :meth:`Feasibility.look`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from broker.core.pool.catalogue import Catalogue, DeviceKey
 from broker.core.pool.describe import bytes_text
@@ -20,17 +21,17 @@ Group = tuple[Device, ...]
 _NO_DEMAND = Demand()
 
 
+@dataclass(eq=False, slots=True)
 class Feasibility:
     """The questions, as of the last look at the pool's demand."""
 
-    def __init__(self, settings: SchedulerSettings, pool: Pool, catalogue: Catalogue) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._catalogue = catalogue
-        self._demand: dict[DeploymentKey, Demand] = {}
-        self._held: dict[DeviceKey, int] = {}
-        self._layout = -1
-        self._groups: dict[tuple[EngineType, int, int], list[Group]] = {}
+    _settings: SchedulerSettings
+    _pool: Pool
+    _catalogue: Catalogue
+    _demand: dict[DeploymentKey, Demand] = field(default_factory=dict)
+    _held: dict[DeviceKey, int] = field(default_factory=dict)
+    _layout: int = -1
+    _groups: dict[tuple[EngineType, int, int], list[Group]] = field(default_factory=dict)
 
     def look(self, now_s: float) -> dict[DeploymentKey, Demand]:
         """Takes the demand of this moment; what follows refers to it."""
@@ -46,8 +47,6 @@ class Feasibility:
         """Replicas that serve or will."""
         return len(self._pool.open_replicas(deployment)) + self._pool.coming_replicas(deployment)
 
-    # ------------------------------------------------------------------------------------------------------------ who stays
-
     def stays(self, replica: Replica) -> bool:
         """Whether a replica may not be evicted by anybody: pinned, locked, or needed for its model's minimum."""
         record = self._catalogue.of_deployment(replica.report.deployment)
@@ -62,9 +61,7 @@ class Feasibility:
     def holds(self, deployment: DeploymentKey) -> bool:
         """Whether all replicas that a model has are kept, be it because nothing happens by itself in its mode."""
         record = self._catalogue.of_deployment(deployment)
-        if record is None:
-            return False
-        return (
+        return record is not None and (
             self.all_stay(record)
             or self._catalogue.mode(deployment) is not Mode.ACT
             or 0 < self.replicas_count(deployment) <= record.min_replicas
@@ -74,8 +71,7 @@ class Feasibility:
         """What stays on a device whatever anybody wants, that which is on its way included."""
         if not self._catalogue.any_stay:
             return 0
-        known = self._held.get(device.key)
-        if known is None:
+        if (known := self._held.get(device.key)) is None:
             room = self._pool.room(device)
             known = sum(r.budget_bytes for r in room.promised if self.holds(r.deployment))
             for replica in room.replicas:
@@ -110,16 +106,13 @@ class Feasibility:
             return f"{replica.replica} is pinned, locked or needed for a minimum"
         return ""
 
-    # ------------------------------------------------------------------------------------------------------------ devices
-
     def groups(self, record: ModelRecord) -> list[Group]:
         """Usable devices that could hold the model together if they were empty."""
         if self._layout != self._pool.layout:
             self._layout = self._pool.layout
             self._groups.clear()
         key = (record.engine_type, record.budget_bytes, record.gpus)
-        known = self._groups.get(key)
-        if known is None:
+        if (known := self._groups.get(key)) is None:
             fitting = [device for device in self._pool.devices(usable=True) if self._fits(device, record)]
             known = self._groups[key] = _grouped(fitting, record.gpus)
         return known

@@ -12,11 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from broker.core.plan.problem import Block as Block
-from broker.core.plan.problem import Need as Need
-from broker.core.plan.problem import Prices as Prices
-from broker.core.plan.problem import Problem as Problem
-from broker.core.plan.problem import Site as Site
+from broker.core.plan.problem import Block, Place, Problem
 from broker.core.plan.sharing import served_share, share_of_all, share_of_time
 from broker.core.plan.tunables import CRAMPED_DEVICES, CRAMPED_LACK_MAX
 
@@ -94,40 +90,45 @@ class Layout:
         """Changes made so far: the search's own measure of effort."""
         self._keep = False
         self._next = 0
-        self._there: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._left_bytes: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._paid = [False] * len(problem.sites)
+        self._there: dict[Place, int] = {}
+        self._left_bytes: dict[Place, int] = {}
+        self.paid = [False] * len(problem.sites)
+        """By site whether something that is not in the layout keeps the device for a while anyway."""
         self._staying: list[list[int]] = [[] for _ in problem.sites]
         """Models of those that go on there for a while though no layout has them, by site."""
-        self._free = [site.memory_bytes for site in problem.sites]
+        self.free_bytes = [site.memory_bytes for site in problem.sites]
+        """By site the memory beyond what the blocks there need at least."""
         for block in problem.placed:
             place = block.place
             self._there[place] = self._there.get(place, 0) + 1
             if block.bytes_left:
                 self._left_bytes[place] = block.bytes_left
                 for site in block.sites:
-                    self._free[site] -= block.bytes_left
-                    self._paid[site] = True
+                    self.free_bytes[site] -= block.bytes_left
+                    self.paid[site] = True
                     self._staying[site].append(block.need)
-        self._have: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._on: list[list[int]] = [[] for _ in problem.sites]
-        self._of: list[list[int]] = [[] for _ in problem.needs]
-        self._carried: dict[int, float] = {}
-        self._capacity = [0.0] * len(problem.needs)
+        self._have: dict[Place, int] = {}
+        self.on: list[list[int]] = [[] for _ in problem.sites]
+        self.of: list[list[int]] = [[] for _ in problem.needs]
+        """Numbers of the blocks on each site, and of each model."""
+        self.carried: dict[int, float] = {}
+        """What each block carries; :attr:`capacity` by model what all of its blocks do."""
+        self.capacity = [0.0] * len(problem.needs)
         self._state = self._states = 0
         """Each change makes a new state; a rollback leads back to an old one."""
         self._lacks_now, self._lacks_keep = _Lacks(len(problem.needs)), _Lacks(len(problem.needs))
         self._lacks = self._lacks_now
-        self._used = 0
+        self.devices = 0
+        """How many sites hold something."""
         self._load_price_s = 0.0
         self._parts = 0
         self._journal: list[_Change] = []
         for block in blocks:
             self._put(self._number(), block)
         for number, block in self.blocks.items():
-            self._carried[number] = self._carries(block)
+            self.carried[number] = self._carries(block)
         for model in range(len(problem.needs)):
-            self._capacity[model] = self._capacity_of(model)
+            self.capacity[model] = self._capacity_of(model)
 
     # ------------------------------------------------------------------------------------------------------------ reading
 
@@ -144,69 +145,29 @@ class Layout:
             self._lacks.forget_but(self._state)
             self._states += 1
 
-    def on(self, site: int) -> list[int]:
-        """Numbers of the blocks on a site."""
-        return self._on[site]
-
-    def of(self, need: int) -> list[int]:
-        """Numbers of a model's blocks."""
-        return self._of[need]
-
-    def free_bytes(self, site: int) -> int:
-        """Memory beyond what the blocks there need at least."""
-        return self._free[site]
-
-    def used(self, site: int) -> bool:
-        """Whether anything is there."""
-        return bool(self._on[site])
-
-    @property
-    def devices(self) -> int:
-        """How many sites hold something."""
-        return self._used
-
-    def is_there(self, place: tuple[int, tuple[int, ...]]) -> bool:
+    def is_there(self, place: Place) -> bool:
         """Whether one more block of this kind exists already than the layout has."""
         return self._there.get(place, 0) > self._have.get(place, 0)
 
-    def left(self) -> list[tuple[int, tuple[int, ...]]]:
+    def left(self) -> list[Place]:
         """Places of blocks that exist and are not in the layout."""
         return [place for place in self._there if self.is_there(place)]
-
-    def paid(self, site: int) -> bool:
-        """Whether something that is not in the layout keeps the device for a while anyway."""
-        return self._paid[site]
-
-    def capacity(self, need: int) -> float:
-        """What a model's blocks carry in all."""
-        return self._capacity[need]
-
-    def carried(self, number: int) -> float:
-        """What one block carries."""
-        return self._carried[number]
 
     def kv_bytes(self, need: int) -> float:
         """KV that a model can have beyond the least: what is free on a site is shared by what its residents want."""
         total = 0.0
-        least = self.problem.needs[need].bytes_min
-        for number in self._of[need]:
-            block = self.blocks[number]
-            sites = block.sites
-            if block.bytes_held:
-                total += max(0, block.bytes_held - least) * len(sites)
-            elif len(sites) == 1:
-                total += self.kv_share(sites[0], need)
+        for number in self.of[need]:
+            held, sites = self.blocks[number].bytes_held, self.blocks[number].sites
+            if held:
+                each: float = max(0, held - self.problem.needs[need].bytes_min)
             else:
-                total += min(self.kv_share(site, need) for site in sites) * len(sites)
+                each = min([self.free_bytes[site] * self.kv_part(site, need) for site in sites])
+            total += each * len(sites)
         return total
-
-    def kv_share(self, site: int, need: int) -> float:
-        """What one block of a model gets of what is free on a site, beyond its least."""
-        return self._free[site] * self.kv_part(site, need)
 
     def kv_part(self, site: int, need: int) -> float:
         """The part of what is free on a site that one block of a model gets: by how much each still wants."""
-        on = self._on[site]
+        on = self.on[site]
         if len(on) == 1:
             return 1.0
         total = 0.0
@@ -226,13 +187,12 @@ class Layout:
 
     def _kv_wanted(self, need: int) -> float:
         wanted = self.problem.needs[need]
-        return wanted.kv_bytes / ((len(self._of[need]) or 1) * wanted.gpus)
+        return wanted.kv_bytes / ((len(self.of[need]) or 1) * wanted.gpus)
 
     def lack(self, need: int) -> float:
         """Share of a model's load that is not carried, for want of time, of replicas or of KV memory."""
         lacks = self._lacks
-        known = lacks.known[need]
-        if known is None:
+        if (known := lacks.known[need]) is None:
             known = lacks.known[need] = self._lack(need)
             lacks.at[need] = self._state
             lacks.terms[need] = self.problem.needs[need].value * known
@@ -241,10 +201,8 @@ class Layout:
     def _lack(self, need: int) -> float:
         wanted = self.problem.needs[need]
         load = wanted.load_keep if self._keep and wanted.load_keep is not None else wanted.load
-        lack = 0.0
-        if load > 0:
-            lack = max(0.0, 1 - self._capacity[need] / load)
-        replicas = len(self._of[need])
+        lack = max(0.0, 1 - self.capacity[need] / load) if load > 0 else 0.0
+        replicas = len(self.of[need])
         seats = max(wanted.replicas_min, wanted.replicas_wanted)
         if not replicas and (load > 0 or seats):
             return wanted.lack_none
@@ -254,7 +212,7 @@ class Layout:
         if floor > 0.0 and replicas and load > 0:
             most = cramped_lack(wanted.value)
             if lack < most:
-                missing = sum(max(0.0, 1.0 - self._share_of(self.blocks[number]) / floor) for number in self._of[need])
+                missing = sum(max(0.0, 1.0 - self._share_of(self.blocks[number]) / floor) for number in self.of[need])
                 lack = max(lack, most * missing / replicas)
         kv_bytes = wanted.kv_keep_bytes if self._keep and wanted.kv_keep_bytes is not None else wanted.kv_bytes
         if kv_bytes > 0 and lack < 1:
@@ -276,15 +234,15 @@ class Layout:
         """The worth of the whole layout."""
         lost = self.lost()
         prices = self.problem.prices
-        total = lost + prices.device * self._used + prices.load * self._load_price_s + prices.block * self._parts
-        return Score(lost, self._used, self._load_price_s, total)
+        total = lost + prices.device * self.devices + prices.load * self._load_price_s + prices.block * self._parts
+        return Score(lost, self.devices, self._load_price_s, total)
 
     # ----------------------------------------------------------------------------------------------------------- changing
 
     def fits(self, need: int, sites: Sequence[int]) -> bool:
         """Whether a block can be added there: memory, kinds, residents, and who may live beside whom."""
         wanted = self.problem.needs[need]
-        if len(sites) != wanted.gpus or len(self._of[need]) >= wanted.replicas_max:
+        if len(sites) != wanted.gpus or len(self.of[need]) >= wanted.replicas_max:
             return False
         place = (need, tuple(sites))
         if not self.may_come(place):
@@ -292,34 +250,28 @@ class Layout:
         own = self._left_bytes.get(place, 0) if self.is_there(place) else 0
         return all(self.fits_site(need, site, own) for site in sites)
 
-    def may_come(self, place: tuple[int, tuple[int, ...]]) -> bool:
+    def may_come(self, place: Place) -> bool:
         """Whether a block there exists already, or may be started beside all that do."""
-        need = place[0]
-        starts_max = self.problem.needs[need].starts_max
-        if starts_max > len(self._of[need]) or self.is_there(place):
+        of, starts_max = self.of[place[0]], self.problem.needs[place[0]].starts_max
+        if starts_max > len(of) or self.is_there(place):
             return True
-        new = sum(1 for number in self._of[need] if self.blocks[number].place not in self._there)
-        return new < starts_max
+        return sum(self.blocks[number].place not in self._there for number in of) < starts_max
 
     def fits_site(self, need: int, site: int, own_bytes: int = 0) -> bool:
         """The same for one of its sites; ``own_bytes`` are held there by a block that would come back."""
         wanted = self.problem.needs[need]
         place = self.problem.sites[site]
-        on = self._on[site]
+        on = self.on[site]
         if (
-            self._free[site] + own_bytes < wanted.bytes_min
+            self.free_bytes[site] + own_bytes < wanted.bytes_min
             or len(on) >= place.residents_max
             or place.kind not in wanted.rates
         ):
             return False
-        copies = 0
         for number in on:
             other = self.problem.needs[self.blocks[number].need]
-            if other is wanted:
-                copies += 1
-                if copies >= self.problem.copies_per_site:
-                    return False
-            elif other.tenant != wanted.tenant or not (other.co_locates and wanted.co_locates):
+            # A second one of the same model only costs where residents take turns.
+            if other is wanted or other.tenant != wanted.tenant or not (other.co_locates and wanted.co_locates):
                 return False
         return True
 
@@ -337,13 +289,13 @@ class Layout:
         self.trials += 2
         number = self._number()
         block = Block(need, (site,))
-        on, of, free_bytes = self._on[site], self._of[need], self._free[site]
-        capacity, carried, terms = self._capacity, self._carried, self._lacks.terms
+        on, of, free_bytes = self.on[site], self.of[need], self.free_bytes[site]
+        capacity, carried, terms = self.capacity, self.carried, self._lacks.terms
         own = self._left_bytes.get(block.place, 0) if self._left_bytes and self.is_there(block.place) else 0
         self.blocks[number] = block
         on.append(number)  # The highest number of all.
         of.append(number)
-        self._free[site] = free_bytes - self.problem.needs[need].bytes_min + own
+        self.free_bytes[site] = free_bytes - self.problem.needs[need].bytes_min + own
         before = [carried[other] for other in on[:-1]]
         models = {need: None}
         for other in on:
@@ -358,7 +310,7 @@ class Layout:
         on.pop()
         of.pop()
         del self.blocks[number], carried[number]
-        self._free[site] = free_bytes
+        self.free_bytes[site] = free_bytes
         for other, share in zip(on, before, strict=True):
             carried[other] = share
         for model, was, term in had:
@@ -384,7 +336,7 @@ class Layout:
             change = self._journal.pop()
             if change.added:
                 self._take(change.number)
-                del self._carried[change.number]
+                del self.carried[change.number]
             else:
                 self._put(change.number, change.block)
             self._unsettle(change)
@@ -395,51 +347,45 @@ class Layout:
 
     def _take(self, number: int) -> Block:
         block = self.blocks.pop(number)
-        need, place = block.need, block.place
-        self._of[need].remove(number)
-        left = self._have[place] = self._have[place] - 1
-        self._parts -= len(block.sites)
-        own = 0
-        if left >= self._there.get(place, 0):
-            self._load_price_s -= self.problem.needs[need].load_s * len(block.sites)
-        else:
-            own = self._left_bytes.get(place, 0)
-        held = block.bytes_held or self.problem.needs[need].bytes_min
+        self.of[block.need].remove(number)
         for site in block.sites:
-            self._on[site].remove(number)
-            self._free[site] += held - own
-            if not self._on[site]:
-                self._used -= 1
+            self.on[site].remove(number)
+        self._book(block, -1)
         return block
 
     def _put(self, number: int, block: Block) -> None:
-        need, place = block.need, block.place
+        self._book(block, 1)
         self.blocks[number] = block
-        insort(self._of[need], number)
-        have = self._have[place] = self._have.get(place, 0) + 1
-        self._parts += len(block.sites)
-        own = 0
-        if have > self._there.get(place, 0):
-            self._load_price_s += self.problem.needs[need].load_s * len(block.sites)
-        else:
-            own = self._left_bytes.get(place, 0)
-        held = block.bytes_held or self.problem.needs[need].bytes_min
+        insort(self.of[block.need], number)
         for site in block.sites:
-            if not self._on[site]:
-                self._used += 1
-            insort(self._on[site], number)
-            self._free[site] -= held - own
+            insort(self.on[site], number)
+
+    def _book(self, block: Block, sign: int) -> None:
+        """Counts a block that comes (1) or has gone (-1), while it is not on its sites."""
+        wanted, place, parts = self.problem.needs[block.need], block.place, sign * len(block.sites)
+        had = self._have.get(place, 0)
+        self._have[place] = had + sign
+        self._parts += parts
+        change = block.bytes_held or wanted.bytes_min
+        if max(had, had + sign) > self._there.get(place, 0):
+            self._load_price_s += wanted.load_s * parts
+        else:
+            change -= self._left_bytes.get(place, 0)
+        for site in block.sites:
+            self.free_bytes[site] -= sign * change
+            if not self.on[site]:
+                self.devices += sign
 
     def _settle(self, number: int, changed: Block, added: bool) -> None:
         """What the blocks beside a changed one, and it, carry now. Goes into the journal."""
         self.trials += 1
-        carried, capacity, lacks = self._carried, self._capacity, self._lacks
+        carried, capacity, lacks = self.carried, self.capacity, self._lacks
         before: list[tuple[int, float]] = []
         if not added:
             before.append((number, carried.pop(number)))
         models = {changed.need: None}
         for site in changed.sites:
-            for other in self._on[site]:
+            for other in self.on[site]:
                 block = self.blocks[other]
                 if other != number:
                     before.append((other, carried[other]))
@@ -469,13 +415,13 @@ class Layout:
         self.trials += 1
         state = self._state
         for number, carried in reversed(change.carried):
-            self._carried[number] = carried
+            self.carried[number] = carried
         self._forget([model for model, *_ in change.models])
         lacks = self._lacks
         # While only lacks were read since the change, those of all other models are what they were.
         whole = change.total is not None and change.made == self._states
         for model, capacity, lack, at, term in change.models:
-            self._capacity[model] = capacity
+            self.capacity[model] = capacity
             if lacks is change.lacks and lack is not None and at == state:
                 lacks.known[model], lacks.at[model], lacks.terms[model] = lack, at, term
             else:
@@ -494,36 +440,31 @@ class Layout:
 
     def _capacity_of(self, model: int) -> float:
         capacity = 0.0
-        for number in self._of[model]:
-            capacity += self._carried[number]
+        for number in self.of[model]:
+            capacity += self.carried[number]
         return capacity
 
     def _carries(self, block: Block) -> float:
         """What a block that is there carries, at the speed of the slowest of its sites."""
-        wanted = self.problem.needs[block.need]
-        sites = self.problem.sites
+        wanted, sites = self.problem.needs[block.need], self.problem.sites
+        share = self._share_of(block)
         if len(block.sites) == 1:
-            site = block.sites[0]
-            share = self.share(block.need, site)
-            speed = wanted.rates[sites[site].kind] * share
+            speed = wanted.rates[sites[block.sites[0]].kind] * share
         else:
-            shares = [self.share(block.need, site) for site in block.sites]
-            share = share_of_all(shares, self.problem.sharing_keeps)
             speed = share * min(wanted.rates[sites[site].kind] for site in block.sites)
         return max(0.0, speed - wanted.standing) * served_share(share, wanted.share_min)
 
     def _share_of(self, block: Block) -> float:
         if len(block.sites) == 1:
             return self.share(block.need, block.sites[0])
-        return share_of_all([self.share(block.need, site) for site in block.sites], self.problem.sharing_keeps)
+        return share_of_all([self.share(block.need, site) for site in block.sites])
 
     def share(self, need: int, site: int) -> float:
         """The share of a site's time that a resident of this model gets while it has more work than it can do."""
-        problem = self.problem
-        on, staying = self._on[site], self._staying[site]
-        if not problem.shares_time or len(on) + len(staying) < 2:
+        on, staying = self.on[site], self._staying[site]
+        if len(on) + len(staying) < 2:
             return 1.0
-        blocks, needs = self.blocks, problem.needs
+        blocks, needs = self.blocks, self.problem.needs
         others = []
         own = False
         for number in on:
@@ -535,4 +476,4 @@ class Layout:
         if staying:
             here = [blocks[number].need for number in on]
             others.extend(needs[model].usage for model in staying if model not in here)
-        return share_of_time(others, problem.sharing_keeps)
+        return share_of_time(others)

@@ -3,51 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from broker.core.plan.layout import Layout
-from broker.core.plan.plan_input import Look, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.policy import Action, ReplicaView, ResizeReplicaKv, StartReplica
-from broker.core.plan.problem import Block
+from broker.core.plan.problem import Block, Look, Place, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.standby import Spares
 from broker.core.plan.tunables import GAIN_MIN, GROW_BY, KV_TOKENS_MIN, ROUNDING_BYTES, SHRINK_BY, START_FACTOR
+from broker.core.pool.catalogue import DeviceKey
 from broker.core.pool.describe import seconds_text
-from subjects.ids import ReplicaId
+from subjects.ids import DeploymentKey, ReplicaId
+from subjects.messages import ModelRecord
 
 
+@dataclass(eq=False, slots=True)
 class Memory:
     """Plans the memory of one look: :attr:`actions` in order, and who must go for them."""
 
-    def __init__(
-        self,
-        look: Look,
-        layout: Layout,
-        blocks: tuple[Block, ...],
-        spares: Spares,
-        doomed: Iterable[ReplicaId],
-        closed: Mapping[ReplicaId, float],
-        stopping: Container[ReplicaId] = (),
-        *,
-        routine: bool,
-        resizes: bool = True,
-        victims: Mapping[tuple[int, tuple[int, ...]], tuple[ReplicaId, ...]] | None = None,
-    ) -> None:
-        """``routine`` also evens out what nobody is in a hurry for; without ``resizes`` each keeps what it began with.
-        ``victims`` by place of a new block: who leaves for it."""
-        self._victims = victims or {}
-        self._resizes = resizes
-        self._look = look
-        self._layout = layout
-        self.evicted: dict[ReplicaId, None] = {}
-        """Replicas that take nothing new any more, and whose memory is needed now."""
-        self.actions: list[Action] = []
-        self.spares: list[tuple[int, tuple[int, ...]]] = []
-        """Places of the spares that are started."""
+    _look: Look
+    _layout: Layout
+    _blocks: tuple[Block, ...]
+    _spares: Spares
+    _doomed: Iterable[ReplicaId]
+    _closed: Mapping[ReplicaId, float]
+    _stopping: Container[ReplicaId]
+    _victims: Mapping[Place, tuple[ReplicaId, ...]]
+    """By place of a new block: who leaves for it."""
+    _routine: bool
+    """Also what nobody is in a hurry for is evened out."""
+    _resizes: bool
+    """False: each keeps what it began with."""
+    evicted: dict[ReplicaId, None] = field(default_factory=dict)
+    """Replicas that take nothing new any more, and whose memory is needed now."""
+    actions: list[Action] = field(default_factory=list)
+    spares: list[Place] = field(default_factory=list)
+    """Places of the spares that are started."""
+    _free: list[int] = field(default_factory=list)
+    _beside: dict[int, list[ReplicaId]] = field(default_factory=dict)
+    _spare_bytes: dict[int, int] = field(default_factory=dict)
+    _shared_bytes: dict[int, int] = field(default_factory=dict)
+    _site_of: dict[DeviceKey, int] = field(default_factory=dict)
+    _records: dict[DeploymentKey, ModelRecord] = field(default_factory=dict)
+    _fixed: set[DeploymentKey] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        look, blocks, spares = self._look, self._blocks, self._spares
         sites = look.problem.sites
         devices = look.view.devices
         self._free = [devices[site.key].free_planned_bytes if site.key in devices else 0 for site in sites]
-        self._beside: dict[int, list[ReplicaId]] = {}
-        self._spare_bytes: dict[int, int] = {}
-        out = {**dict.fromkeys(doomed), **spares.kept}
+        out = {**dict.fromkeys(self._doomed), **spares.kept}
         for block in look.problem.placed:
             if block.replica is not None and block.replica in out:
                 for site in block.sites:
@@ -55,29 +59,22 @@ class Memory:
         for block in spares.new:
             site = block.sites[0]
             self._spare_bytes[site] = self._spare_bytes.get(site, 0) + look.problem.needs[block.need].bytes_min
-        self._shared_bytes: dict[int, int] = {}
-        self._going = {**closed, **spares.kept}
-        self._closed = closed
-        self._stopping = stopping
-        self._keys = [site.key for site in sites]
-        self._site_of = {key: site for site, key in enumerate(self._keys)}
+        self._site_of = {site.key: number for number, site in enumerate(sites)}
         self._records = {model.record.deployment: model.record for model in look.models}
         self._fixed = {model.record.deployment for model in look.models if not model.resizes_kv}
         new = [block for block in blocks if block.replica is None]
         urgent = {site for block in (*new, *spares.new) for site in block.sites}
-        if routine:
+        if self._routine:
             urgent.update(self._starved(blocks))
         grows = []
         for block in blocks:
-            if block.replica is None or not look.ready(block.replica):
-                continue
             hurry = not urgent.isdisjoint(block.sites)
-            if resizes and (hurry or routine) and look.models[block.need].resizes_kv:
+            due = self._resizes and (hurry or self._routine) and look.models[block.need].resizes_kv
+            if due and block.replica is not None and look.ready(block.replica):
                 replica = look.replicas[block.replica]
-                target = self._resize(block, replica, hurry)
-                if target:
+                if target := self._resize(block, replica, hurry):
                     grows.append((block, replica, target))
-        if resizes:
+        if self._resizes:
             self._squeeze(urgent)
         for block in new:
             self._start(block)
@@ -91,13 +88,11 @@ class Memory:
         """Sites where somebody should have clearly more and nothing is free: the others must give."""
         sites: list[int] = []
         for block in blocks:
-            if block.replica is None or not self._look.ready(block.replica):
-                continue
-            replica = self._look.replicas[block.replica]
-            record = self._look.models[block.need].record
-            more = (self._target(block) - replica.kv_bytes) // record.gpus
-            if more * record.gpus > GROW_BY * replica.kv_bytes:
-                sites.extend(site for site in block.sites if self._free[site] < more)
+            if block.replica is not None and self._look.ready(block.replica):
+                replica, gpus = self._look.replicas[block.replica], self._look.models[block.need].record.gpus
+                more = (self._target(block) - replica.kv_bytes) // gpus
+                if more * gpus > GROW_BY * replica.kv_bytes:
+                    sites.extend(site for site in block.sites if self._free[site] < more)
         return sites
 
     def _squeeze(self, urgent: set[int]) -> None:
@@ -105,11 +100,8 @@ class Memory:
         for site in sorted(urgent):
             for name in self._beside.get(site, ()):
                 replica = self._look.replicas[name]
-                if name not in self._closed or name in self._stopping or not self._look.ready(name):
-                    continue
-                if replica.devices[0] != self._keys[site]:
-                    continue
-                if replica.deployment in self._fixed:
+                stays = name not in self._closed or name in self._stopping or not self._look.ready(name)
+                if stays or replica.devices[0] != self._look.problem.sites[site].key or replica.deployment in self._fixed:
                     continue
                 record = self._records[replica.deployment]
                 target = kv_used_bytes(record, replica)
@@ -142,10 +134,9 @@ class Memory:
 
     def _shared(self, site: int) -> int:
         """What the plan's replicas on a site can share out beyond what each needs at least."""
-        known = self._shared_bytes.get(site)
-        if known is None:
+        if (known := self._shared_bytes.get(site)) is None:
             layout, needs = self._layout, self._look.problem.needs
-            blocks = [layout.blocks[number] for number in layout.on(site)]
+            blocks = [layout.blocks[number] for number in layout.on[site]]
             least = sum(block.bytes_held or needs[block.need].bytes_min for block in blocks)
             known = self._look.problem.sites[site].memory_bytes - self._held(site) - least
             self._shared_bytes[site] = known
@@ -191,9 +182,11 @@ class Memory:
         if room * record.gpus < least:
             for site in block.sites:
                 if self._free[site] - fixed < -(-least // record.gpus):
-                    self.evicted.update(dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._going))
+                    self.evicted.update(
+                        dict.fromkeys(r for r in self._beside.get(site, ()) if r in self._closed or r in self._spares.kept)
+                    )
             return
-        each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of(block.need)))
+        each = need.kv_tokens * record.kv_bytes_per_token / max(1, len(self._layout.of[block.need]))
         grows = self._resizes and look.models[block.need].resizes_kv
         wanted = int(START_FACTOR * each) if grows else record.kv_bytes
         kv = max(least, min(wanted, self._target(block), (room - ROUNDING_BYTES) * record.gpus))

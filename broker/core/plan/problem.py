@@ -1,4 +1,5 @@
-"""A placement problem: devices, what each model wants of them, what is there now, and what things cost.
+"""A placement problem: devices, what each model wants of them, what is there now, and what things cost; and the look at the
+pool that it was made from.
 
 ``layout`` is what may be done about it, ``packing`` and ``exact`` look for the best.
 """
@@ -7,9 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from broker.core.plan.tunables import DEVICE_PRICE, LOAD_PRICE, REPLICA_PRICE, SHARING_KEEPS
+from broker.core.plan.need import ModelNeed
+from broker.core.plan.policy import ModelView, PoolView, ReplicaView
+from broker.core.plan.tunables import DEVICE_PRICE, LOAD_PRICE, REPLICA_PRICE
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
+from subjects.messages import ModelRecord, ReplicaState, StepCosts
+
+Place = tuple[int, tuple[int, ...]]
+"""Which model, and on which sites, ascending: replicas of the same place are as good as one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,8 @@ class Block:
     """What it goes on holding of each of its devices for a while though no layout has it: its requests are not over."""
 
     @property
-    def place(self) -> tuple[int, tuple[int, ...]]:
-        """Which model, and where: replicas with the same are as good as one another."""
+    def place(self) -> Place:
+        """Where it is."""
         return (self.need, self.sites)
 
 
@@ -118,8 +125,40 @@ class Problem:
     needs: tuple[Need, ...]
     placed: tuple[Block, ...] = ()
     prices: Prices = field(default_factory=Prices)
-    copies_per_site: int = 1
-    """Replicas of one model on one device: where residents take turns a second one only costs."""
-    shares_time: bool = True
-    """False: residents do not slow each other (devices with slices, or capacities that were measured side by side)."""
-    sharing_keeps: float = SHARING_KEEPS
+
+
+@dataclass(slots=True)
+class Look:
+    """One look at the pool. Models, needs, costs and the problem's needs have the same order."""
+
+    now_s: float
+    view: PoolView
+    models: list[ModelView]
+    needs: list[ModelNeed]
+    costs: list[StepCosts]
+    problem: Problem
+    replicas: dict[ReplicaId, ReplicaView]
+
+    def ready(self, replica: ReplicaId) -> bool:
+        """Whether it serves."""
+        return self.replicas[replica].state is ReplicaState.READY
+
+
+def kv_least_bytes(model: ModelView, tokens_min: int) -> int:
+    """The least KV that a replica gets, over all its devices: ``tokens_min`` where it can grow later; else that of one
+    longest context, and the page that the engine keeps for itself."""
+    record = model.record
+    tokens = tokens_min if model.resizes_kv else (-(-record.max_context_len // record.block_size) + 1) * record.block_size
+    return min(tokens * record.kv_bytes_per_token, max(record.kv_bytes, record.kv_bytes_per_token))
+
+
+def fixed_bytes(record: ModelRecord) -> int:
+    """What a replica is charged on each device beside its KV."""
+    parts_bytes = -(-record.weights_bytes // record.gpus) + record.overhead_bytes
+    return max(parts_bytes, record.budget_bytes - -(-record.kv_bytes // record.gpus))
+
+
+def kv_used_bytes(record: ModelRecord, replica: ReplicaView) -> int:
+    """What its requests hold, and a little more for their next tokens, over all its devices."""
+    used = (replica.kv_pages - replica.kv_pages_free) * record.block_size * record.kv_bytes_per_token
+    return int(used * 1.05) + record.block_size * record.kv_bytes_per_token

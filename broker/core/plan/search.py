@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 
 from broker.core.plan.layout import Layout, Score
-from broker.core.plan.problem import Block, Problem
+from broker.core.plan.problem import Block, Place, Problem
 from broker.core.plan.tunables import GROUPS_MAX, PLACES_MAX, TAKEOVERS_MAX, THRIFT
 
 
@@ -52,7 +52,7 @@ def plan(problem: Problem, *, trials_max: int = 6000, keep: bool = False) -> Pla
 
 def named(layout: Layout) -> tuple[Block, ...]:
     """A layout's blocks, each with the name of a replica that is there already where there is one; those that stay first."""
-    there: dict[tuple[int, tuple[int, ...]], list[Block]] = {}
+    there: dict[Place, list[Block]] = {}
     for block in sorted(layout.problem.placed, key=lambda block: not block.stays):
         there.setdefault(block.place, []).append(block)
     blocks = []
@@ -102,7 +102,9 @@ class Search:
         options = self._options(need, new_devices, shut)
         for index, option in enumerate(options):
             if not option.leave and len(option.sites) == 1:
-                gain = self._gain_of(need, option.sites)
+                # Where it fits (``_places``) it need not be put there to be judged.
+                won = layout.lost() - layout.lost_with(need, option.sites[0])
+                gain = self._worth(won, self._load_price(need, option.sites), int(not layout.on[option.sites[0]]))
             else:
                 mark = layout.mark()
                 gain = self._gain(need, option)
@@ -117,13 +119,13 @@ class Search:
     def _give_first(self, need: int, options: Sequence[_Option]) -> bool:
         """A model that is wanted has one replica where there is room, whatever its class and however little one helps."""
         layout = self.layout
-        if layout.of(need) or not layout.problem.needs[need].replicas_min:
+        if layout.of[need] or not layout.problem.needs[need].replicas_min:
             return False
-        for option in options:
-            if option.sites and not option.leave and layout.fits(need, option.sites):
-                layout.add(need, option.sites)
-                return True
-        return False
+        free = (option.sites for option in options if option.sites and not option.leave)
+        first = next((sites for sites in free if layout.fits(need, sites)), None)
+        if first is not None:
+            layout.add(need, first)
+        return first is not None
 
     def _gain(self, need: int, option: _Option) -> float | None:
         """Makes a change and returns what it is worth; None (and a layout to be rolled back) when that is nothing."""
@@ -139,13 +141,6 @@ class Search:
             layout.add(need, option.sites)
         return self._worth(lost - layout.lost(), price, layout.devices - devices)
 
-    def _gain_of(self, need: int, sites: tuple[int, ...]) -> float | None:
-        """What a block on one site is worth, where it fits (``_places``); changes nothing."""
-        layout = self.layout
-        lost = layout.lost()
-        won = lost - layout.lost_with(need, sites[0])
-        return self._worth(won, self._load_price(need, sites), 0 if layout.used(sites[0]) else 1)
-
     def _load_price(self, need: int, sites: tuple[int, ...]) -> float:
         problem = self.layout.problem
         if self.layout.is_there((need, sites)):
@@ -159,40 +154,37 @@ class Search:
         return won / (price + THRIFT) if self.thrifty else won - price
 
     def _options(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[_Option]:
-        places = self._places(need, new_devices, shut)
-        options = [_Option(sites) for sites in places]
-        options.extend(self._departures(need))
-        if not places:
-            options.extend(self._takeovers(need, shut))
-        return options
+        layout = self.layout
+        if len(layout.of[need]) >= layout.problem.needs[need].replicas_max:
+            return self._departures(need)
+        places = [_Option(sites) for sites in self._places(need, new_devices, shut)]
+        return [*places, *self._departures(need), *(() if places else self._takeovers(need, shut))]
 
     def _places(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[tuple[int, ...]]:
         """Where one more block fits: every place in use, and of the unused ones one of each kind and group."""
         layout = self.layout
         wanted = layout.problem.needs[need]
-        if len(layout.of(need)) >= wanted.replicas_max:
-            return []
         used: dict[str, list[int]] = {}
         empty: dict[tuple[str, str], list[int]] = {}
         for site, place in enumerate(layout.problem.sites):
             if site not in shut and layout.fits_site(need, site):
-                if layout.used(site):
+                if layout.on[site]:
                     used.setdefault(place.group, []).append(site)
                 elif new_devices:
                     empty.setdefault((place.group, place.kind), []).append(site)
         places = [
             sites
             for model, sites in layout.left()
-            if model == need and all(site not in shut and (new_devices or layout.used(site)) for site in sites)
+            if model == need and all(site not in shut and (new_devices or layout.on[site]) for site in sites)
         ]
         if wanted.gpus == 1:
             firsts: dict[tuple[str, bool], int] = {}
             for (_, kind), sites in empty.items():
                 for site in sites:
-                    first = firsts.setdefault((kind, layout.paid(site)), site)
+                    first = firsts.setdefault((kind, layout.paid[site]), site)
                     smaller = layout.problem.sites[site].memory_bytes < layout.problem.sites[first].memory_bytes
                     if first != site and site != wanted.avoids and (smaller or first == wanted.avoids):
-                        firsts[kind, layout.paid(site)] = site
+                        firsts[kind, layout.paid[site]] = site
             found = [sites for sites in places if layout.fits(need, sites)]
             others = [(site,) for sites in used.values() for site in sites]
             others.extend((site,) for site in firsts.values())
@@ -203,8 +195,8 @@ class Search:
         each = min(GROUPS_MAX, max(1, PLACES_MAX // max(1, len(names)) - 1))
         for group in names:
             fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
-            fresh.sort(key=lambda site: (layout.paid(site), site))
-            members = sorted(used.get(group, []), key=lambda site: (len(layout.on(site)), site)) + fresh
+            fresh.sort(key=lambda site: (layout.paid[site], site))
+            members = sorted(used.get(group, []), key=lambda site: (len(layout.on[site]), site)) + fresh
             if len(members) >= wanted.gpus:
                 # Those that are in use come first, so the empty ones by themselves would come last, if at all.
                 if len(fresh) >= wanted.gpus:
@@ -215,21 +207,18 @@ class Search:
     def _departures(self, need: int) -> list[_Option]:
         """Neighbours that leave, so that the model's own blocks get more of their devices' time."""
         layout = self.layout
-        neighbours: dict[int, None] = {}
-        for number in layout.of(need):
-            for site in layout.blocks[number].sites:
-                neighbours.update(dict.fromkeys(layout.on(site)))
+        at = [(number, site) for number in layout.of[need] for site in layout.blocks[number].sites]
+        neighbours = dict.fromkeys(other for _, site in at for other in layout.on[site])
         options = [_Option((), (number,)) for number in neighbours if self._may_leave(number, need)]
-        for number in layout.of(need):
-            for site in layout.blocks[number].sites:
-                others = tuple(other for other in layout.on(site) if other != number and self._may_leave(other, need))
-                if len(others) > 1:
-                    options.append(_Option((), others))
+        for number, site in at:
+            others = tuple(other for other in layout.on[site] if other != number and self._may_leave(other, need))
+            if len(others) > 1:
+                options.append(_Option((), others))
         return options
 
     def _may_leave(self, number: int, newcomer: int) -> bool:
         block = self.layout.blocks[number]
-        return not block.stays and block.need != newcomer and len(self.layout.of(block.need)) > self._floor(block.need)
+        return not block.stays and block.need != newcomer and len(self.layout.of[block.need]) > self._floor(block.need)
 
     def _floor(self, need: int) -> int:
         """Replicas that a model keeps whoever else lacks."""
@@ -239,10 +228,7 @@ class Search:
     def _takeovers(self, need: int, shut: Sequence[int]) -> list[_Option]:
         """Places that one block of another model would have to leave, or all on several devices."""
         layout = self.layout
-        wanted = layout.problem.needs[need]
-        if len(layout.of(need)) >= wanted.replicas_max:
-            return []
-        if wanted.gpus > 1:
+        if layout.problem.needs[need].gpus > 1:
             return self._takeovers_over_several(need, shut)
         options: list[_Option] = []
         for number in sorted(layout.blocks):
@@ -263,9 +249,9 @@ class Search:
         for site, place in enumerate(layout.problem.sites):
             if place.group and place.kind in wanted.rates and site not in shut:
                 fits = layout.fits_site(need, site)
-                leave = () if fits else tuple(layout.on(site))
+                leave = () if fits else tuple(layout.on[site])
                 if (fits or leave) and all(self._may_leave(number, need) for number in leave):
-                    carried = math.fsum(layout.carried(number) for number in leave)
+                    carried = math.fsum(layout.carried[number] for number in leave)
                     groups.setdefault(place.group, []).append((carried, site, leave))
         found: list[tuple[float, _Option]] = []
         for members in groups.values():
@@ -285,35 +271,29 @@ class Search:
         """Whether of no model more leave than can be spared."""
         layout = self.layout
         left = Counter(layout.blocks[number].need for number in dict.fromkeys(leave))
-        return all(len(layout.of(owner)) - gone >= self._floor(owner) for owner, gone in left.items())
+        return all(len(layout.of[owner]) - gone >= self._floor(owner) for owner, gone in left.items())
 
     # ----------------------------------------------------------------------------------------------------------- emptying
 
     def shrink(self) -> list[int]:
         """Empties devices, the least needed first, one after the other, while the rest can take over. Returns which."""
-        emptied = []
-        for site in self.emptiest():
-            if self.tired:
-                break
-            if self.layout.used(site) and self.empty(site):
-                emptied.append(site)
-        return emptied
+        return [site for site in self.emptiest() if not self.tired and self.layout.on[site] and self.empty(site)]
 
     def emptiest(self) -> list[int]:
         """Devices in use from which everything may go, those that carry least first."""
         layout = self.layout
         order = []
         for site in range(len(layout.problem.sites)):
-            blocks = [layout.blocks[number] for number in layout.on(site)]
+            blocks = [layout.blocks[number] for number in layout.on[site]]
             if blocks and not any(block.stays for block in blocks):
-                carried = math.fsum(layout.carried(number) / len(layout.blocks[number].sites) for number in layout.on(site))
+                carried = math.fsum(layout.carried[number] / len(layout.blocks[number].sites) for number in layout.on[site])
                 order.append((sum(len(block.sites) for block in blocks), carried, site))
         return [site for *_, site in sorted(order)]
 
     def empty(self, site: int, *, moves: bool = True) -> bool:
         """Takes all off a device and lets the rest take over; taken back unless that is better. Without ``moves`` nothing
         new is put elsewhere."""
-        return self.again(list(self.layout.on(site)), new_devices=False, shut=(site,), moves=moves)
+        return self.again(list(self.layout.on[site]), new_devices=False, shut=(site,), moves=moves)
 
     def trim(self, spared: Container[int] = (), first: int = 0) -> int:
         """Takes off what its model and its neighbours can do without, on all sites but those that are ``spared``.
@@ -324,7 +304,7 @@ class Search:
         for number in sorted(layout.blocks, key=lambda number: (number < first, number)):
             block = layout.blocks[number]
             floor = layout.problem.needs[block.need].replicas_min
-            if block.stays or len(layout.of(block.need)) <= floor or any(site in spared for site in block.sites):
+            if block.stays or len(layout.of[block.need]) <= floor or any(site in spared for site in block.sites):
                 continue
             if self.tired:
                 return number
@@ -336,19 +316,18 @@ class Search:
         the ``spared`` sites is touched, and no model loses its last replica. True when that was better, else all is as it
         was."""
         layout = self.layout
-        for number in list(layout.of(need)):
+        for number in list(layout.of[need]):
             sites = layout.blocks[number].sites
-            neighbours = list(dict.fromkeys(other for site in sites for other in layout.on(site) if other != number))
+            neighbours = list(dict.fromkeys(other for site in sites for other in layout.on[site] if other != number))
+            blocks = [layout.blocks[other] for other in neighbours]
             if self.tired:
                 return False
-            if not neighbours or any(site in spared for other in neighbours for site in layout.blocks[other].sites):
+            if not blocks or any(block.stays or any(site in spared for site in block.sites) for block in blocks):
                 continue
-            if any(layout.blocks[other].stays for other in neighbours):
-                continue
-            owners = {layout.blocks[other].need for other in neighbours}
+            owners = {block.need for block in blocks}
             mark = layout.mark()
             if self.again(neighbours, shut=sites):
-                if all(len(layout.of(owner)) >= self._floor(owner) for owner in owners):
+                if all(len(layout.of[owner]) >= self._floor(owner) for owner in owners):
                     return True
                 layout.rollback(mark)
         return False
@@ -362,7 +341,7 @@ class Search:
         while better and not self.tired:
             better = False
             for site in range(len(layout.problem.sites)):
-                leavers = [number for number in layout.on(site) if not layout.blocks[number].stays]
+                leavers = [number for number in layout.on[site] if not layout.blocks[number].stays]
                 groups = [leavers, *([number] for number in leavers)] if len(leavers) > 1 else [leavers]
                 for group in groups:
                     there = [number for number in group if number in layout.blocks]

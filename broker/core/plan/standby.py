@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from broker.core.plan.layout import Layout
-from broker.core.plan.plan_input import Look
-from broker.core.plan.problem import Block, Need
+from broker.core.plan.problem import Block, Look, Need
 from broker.core.plan.tunables import SPARE_BESIDE_SHARE_MAX, SPARE_LIFE_S_MAX, SPARE_SHARE
 from subjects.ids import DeploymentKey, ReplicaId
 
@@ -36,12 +35,12 @@ class SpareChooser:
         self._look = look
         self._layout = layout
         problem = look.problem
-        self._free = [float(layout.free_bytes(site)) for site in range(len(problem.sites))]
-        self._residents = [len(layout.on(site)) for site in range(len(problem.sites))]
+        self._free = [float(layout.free_bytes[site]) for site in range(len(problem.sites))]
+        self._residents = [len(layout.on[site]) for site in range(len(problem.sites))]
         for block in layout.blocks.values():
             need = problem.needs[block.need]
             if need.kv_bytes:
-                wanted = need.kv_bytes / len(layout.of(block.need)) / len(block.sites)
+                wanted = need.kv_bytes / len(layout.of[block.need]) / len(block.sites)
                 for site in block.sites:
                     self._free[site] -= wanted
 
@@ -49,7 +48,7 @@ class SpareChooser:
         self._tenant: dict[int, str] = {}
         """By site with room for a spare: whose models live there."""
         for site in range(len(problem.sites)):
-            on = [problem.needs[layout.blocks[number].need] for number in layout.on(site)]
+            on = [problem.needs[layout.blocks[number].need] for number in layout.on[site]]
             if not on or len(on) >= problem.sites[site].residents_max or any(need.tenant != on[0].tenant for need in on):
                 continue
             if all(need.co_locates and max(need.share_min, need.share_floor) <= SPARE_BESIDE_SHARE_MAX for need in on):
@@ -77,7 +76,7 @@ class SpareChooser:
             need = problem.needs[index]
             if need.gpus > 1 or not need.replicas_min or not need.co_locates or seen.life_s > SPARE_LIFE_S_MAX:
                 continue
-            lacking = level * seen.level - seen.burst_share * self._layout.capacity(index)
+            lacking = level * seen.level - seen.burst_share * self._layout.capacity[index]
             if lacking > 0:
                 order.append((-lacking, index))
         for lacking, index in sorted(order):
@@ -87,7 +86,7 @@ class SpareChooser:
     def _for_model(self, index: int, count: int, spares: Spares) -> None:
         look, layout = self._look, self._layout
         need = look.problem.needs[index]
-        taken = {site for number in layout.of(index) for site in layout.blocks[number].sites}
+        taken = {site for number in layout.of[index] for site in layout.blocks[number].sites}
         chosen = 0
         for block in self._beside.get(index, ()):
             if block.replica is not None and chosen < count and self._fits(block.sites[0], need, taken):

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 
 from broker.core.plan import tunables as t
 from broker.core.plan.layout import Layout
-from broker.core.plan.plan_input import Look
-from broker.core.plan.problem import Block, Need
+from broker.core.plan.problem import Block, Look, Need, Place
 from subjects.ids import ReplicaId
 
 
@@ -58,20 +57,18 @@ class Turns:
 
     def take(self, only: Container[int] | None = None) -> list[Turn]:
         """The turns to take now, the most urgent first; the layout has them all. ``only``: no others bid."""
-        needs = self.look.problem.needs
-        bids = []
-        for index, need in enumerate(needs):
-            bid = self._bid(index, need) if only is None or index in only else 0.0
-            if bid > 0:
-                bids.append((-bid, need.model, index))
+        bids = [
+            (-bid, need.model, index)
+            for index, need in enumerate(self.look.problem.needs)
+            if (only is None or index in only) and (bid := self._bid(index, need)) > 0
+        ]
         if not bids:
             return []
         sellers = self._sellers()
         turns = []
         most = max(4, min(t.BIDS_MAX, t.SITES_MAX // max(1, len(self.look.problem.sites))))
         for bid, _, index in sorted(bids)[:most]:
-            turn = self._buy(index, -bid, sellers)
-            if turn is not None:
+            if (turn := self._buy(index, -bid, sellers)) is not None:
                 turns.append(turn)
                 gone = set(turn.victims)
                 for site, there in list(sellers.items()):
@@ -80,18 +77,17 @@ class Turns:
 
     def overdue(self) -> list[int]:
         """Models that have waited for a turn's time without a place, the longest waiting first."""
-        needs = self.look.problem.needs
         found = [
             (-need.wait_s, need.model, index)
-            for index, need in enumerate(needs)
-            if need.wait_s >= t.TURN_S and not self.layout.of(index) and need.replicas_max > 0 and not need.fails
+            for index, need in enumerate(self.look.problem.needs)
+            if need.wait_s >= t.TURN_S and not self.layout.of[index] and need.replicas_max > 0 and not need.fails
         ]
         return [index for *_, index in sorted(found)]
 
     def claim(self, overdue: Iterable[int]) -> None:
         """Keeps the devices that they are nearest to from those that have waited less."""
         for index in overdue:
-            if not self.layout.of(index):
+            if not self.layout.of[index]:
                 self.claims[index] = self._nearest(index)
 
     def claimed(self, but: int = -1) -> list[int]:
@@ -100,7 +96,7 @@ class Turns:
 
     def _bid(self, index: int, need: Need) -> float:
         """What one more place is worth to a model, in devices; 0: it has what it needs, or may not have more."""
-        count = len(self.layout.of(index))
+        count = len(self.layout.of[index])
         if count >= need.replicas_max or (need.idle_s > 0 and count >= max(need.floor, need.replicas_min)):
             return 0.0
         if count == 0:
@@ -109,20 +105,17 @@ class Turns:
         late = need.wait_s >= t.LATE_S or count < need.floor
         return need.value * self.layout.lack(index) if late else 0.0
 
-    # ------------------------------------------------------------------------------------------------------------ sellers
-
     def _sellers(self) -> dict[int, list[_Seller]]:
         """By site those that could leave it, the cheapest first."""
         look, layout = self.look, self.layout
-        placed: dict[tuple[int, tuple[int, ...]], Block] = {block.place: block for block in look.problem.placed}
+        placed: dict[Place, Block] = {block.place: block for block in look.problem.placed}
         found: dict[int, list[_Seller]] = {}
         for number in sorted(layout.blocks):
             block = layout.blocks[number]
-            there = placed.get(block.place)
-            if there is None or there.replica is None or there.stays:
+            if (there := placed.get(block.place)) is None or there.replica is None or there.stays:
                 continue
             need = look.problem.needs[block.need]
-            count = len(layout.of(block.need))
+            count = len(layout.of[block.need])
             last = count == 1
             if need.idle_s > 0:
                 price = t.IDLE_PRICE / (1.0 + need.idle_s / t.IDLE_HALF_S)
@@ -148,9 +141,7 @@ class Turns:
         if seller.idle_s > 0:
             return True
         # A busy model gives its last place only to one that waits and has none.
-        return not self.layout.of(index) and (not seller.last or need.wait_s > 0)
-
-    # ------------------------------------------------------------------------------------------------------------- buying
+        return not self.layout.of[index] and (not seller.last or need.wait_s > 0)
 
     def _buy(self, index: int, bid: float, sellers: dict[int, list[_Seller]]) -> Turn | None:
         need = self.look.problem.needs[index]
@@ -158,17 +149,15 @@ class Turns:
         claimed = set(self.claimed(index)) if need.wait_s < t.TURN_S else ()
         # Who has replicas gets places of idle models only, and in a large busy pool they are few.
         idle = [site for site, there in sellers.items() if any(seller.idle_s > 0 for seller in there)]
-        for site in sorted(idle) if self.layout.of(index) else range(len(self.look.problem.sites)):
+        for site in sorted(idle) if self.layout.of[index] else range(len(self.look.problem.sites)):
             place = self.look.problem.sites[site]
-            if place.kind not in need.rates or site in claimed:
-                continue
-            if site == need.avoids and len(self.look.problem.sites) > 1:
+            avoided = site == need.avoids and len(self.look.problem.sites) > 1
+            if avoided or place.kind not in need.rates or site in claimed:
                 continue
             there = sellers.get(site, [])
-            if self.layout.free_bytes(site) + sum([seller.bytes_each for seller in there]) < need.bytes_min:
+            if self.layout.free_bytes[site] + sum([seller.bytes_each for seller in there]) < need.bytes_min:
                 continue
-            offer = self._offer(index, need, site, there)
-            if offer is not None:
+            if (offer := self._offer(index, need, site, there)) is not None:
                 price = sum(seller.price for seller in offer)
                 groups.setdefault(place.group if need.gpus > 1 else "", []).append((price, site, offer))
         best: tuple[float, tuple[int, ...], list[_Seller]] | None = None
@@ -178,10 +167,10 @@ class Turns:
             offers.sort(key=lambda offer: offer[:2])
             chosen = offers[: need.gpus]
             leave = list({seller.replica: seller for *_, offer in chosen for seller in offer}.values())
-            price = sum(seller.price for seller in leave) + self._load_price(need)
+            price = sum(seller.price for seller in leave) + need.load_s * self.look.problem.prices.load * need.gpus
             sites = tuple(sorted(site for _, site, _ in chosen))
             if (
-                (leave or not self.layout.of(index))
+                (leave or not self.layout.of[index])
                 and price < bid
                 and self._floors_hold(leave)
                 and (best is None or (price, sites) < best[:2])
@@ -194,9 +183,6 @@ class Turns:
             self.layout.remove(seller.number)
         self.layout.add(index, sites)
         return Turn(index, sites, tuple(seller.replica for seller in leave))
-
-    def _load_price(self, need: Need) -> float:
-        return need.load_s * self.look.problem.prices.load * need.gpus
 
     def _offer(self, index: int, need: Need, site: int, there: Iterable[_Seller]) -> tuple[_Seller, ...] | None:
         """Who would leave a site so that a block of the bidder fits; None: it would not."""
@@ -216,9 +202,9 @@ class Turns:
     def _fits(self, need: Need, index: int, site: int, gone: Sequence[_Seller]) -> bool:
         layout, place = self.layout, self.look.problem.sites[site]
         numbers = {seller.number for seller in gone}
-        if layout.free_bytes(site) + sum(seller.bytes_each for seller in gone) < need.bytes_min:
+        if layout.free_bytes[site] + sum(seller.bytes_each for seller in gone) < need.bytes_min:
             return False
-        rest = [layout.blocks[number].need for number in layout.on(site) if number not in numbers]
+        rest = [layout.blocks[number].need for number in layout.on[site] if number not in numbers]
         if len(rest) >= place.residents_max or index in rest:
             return False
         others = [self.look.problem.needs[other] for other in rest]
@@ -230,7 +216,7 @@ class Turns:
         for owner in dict.fromkeys(seller.need for seller in leave):
             going = [seller for seller in leave if seller.need == owner]
             least = needs[owner].floor or (0 if any(seller.last for seller in going) or needs[owner].idle_s > 0 else 1)
-            if len(layout.of(owner)) - len(going) < least:
+            if len(layout.of[owner]) - len(going) < least:
                 return False
         return True
 
@@ -243,7 +229,7 @@ class Turns:
                 continue
             stays = sum(
                 layout.blocks[number].bytes_held or self.look.problem.needs[layout.blocks[number].need].bytes_min
-                for number in layout.on(site)
+                for number in layout.on[site]
                 if layout.blocks[number].stays
             )
             if stays + need.bytes_min <= place.memory_bytes:

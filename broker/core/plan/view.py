@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 
 from broker.core.plan.costs import CostBook
 from broker.core.plan.feasibility import Feasibility
-from broker.core.plan.plan_input import fixed_bytes
 from broker.core.plan.policy import Arrivals, DeviceView, ExpectedLoad, ModelView, PoolView, ReplicaView
+from broker.core.plan.problem import fixed_bytes
 from broker.core.pool.catalogue import Catalogue, DeviceKey, Model
 from broker.core.pool.describe import load_s_guess
 from broker.core.pool.events import SchedulerSettings
@@ -18,33 +19,25 @@ from subjects.ids import DeploymentKey, ReplicaId, base_name
 from subjects.messages import DeviceReport, Mode, ModelRecord, ReplicaReport, ReplicaState
 
 _NO_ARRIVALS = Arrivals()
+_Known = dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]]
+"""Views of replicas, with the reports that they show and whether they stay."""
 
 
+@dataclass(eq=False, slots=True)
 class ViewBuilder:
     """Makes views. What did not change since the last one is the same object again."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        pool: Pool,
-        catalogue: Catalogue,
-        feasibility: Feasibility,
-        transactions: Transactions,
-        costs: CostBook,
-    ) -> None:
-        self._costs = costs
-        self._settings = settings
-        self._pool = pool
-        self._catalogue = catalogue
-        self._feasibility = feasibility
-        self._transactions = transactions
-        self._replicas: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]] = {}
-        self._seen_devices: dict[DeviceKey, tuple[Room, DeviceReport, int, DeviceView]] = {}
-        """As of these and of so much news in the catalogue."""
-        self.unix_offset_s = 0.0
-        """Added to the scheduler's clock it gives wall-clock time."""
-        self._events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
-        """As of so much news in the catalogue."""
+    _settings: SchedulerSettings
+    _pool: Pool
+    _catalogue: Catalogue
+    _feasibility: Feasibility
+    _transactions: Transactions
+    _costs: CostBook
+    _replicas: _Known = field(default_factory=dict)
+    _seen_devices: dict[DeviceKey, tuple[Room, DeviceReport, int, DeviceView]] = field(default_factory=dict)
+    """As of these and of so much news in the catalogue."""
+    _events: tuple[int, tuple[ExpectedLoad, ...]] = (-1, ())
+    """As of so much news in the catalogue."""
 
     def build(self, now_s: float) -> PoolView:
         """The pool now, with demand as of the last look, and the flow since the last view."""
@@ -65,7 +58,7 @@ class ViewBuilder:
             models=models,
             devices=self._devices(),
             models_per_device_max=self._settings.models_per_device_max or sys.maxsize,
-            unix_offset_s=self.unix_offset_s,
+            unix_offset_s=self._transactions.orders.unix_offset_s,
             events=self._expected(),
         )
 
@@ -74,14 +67,11 @@ class ViewBuilder:
         catalogue = self._catalogue
         if self._events[0] != catalogue.news:
             events = []
-            for name in sorted(catalogue.declared):
-                load = catalogue.declared[name]
+            for name, load in sorted(catalogue.declared.items()):
                 record = catalogue.records.get(load.model)
                 if record is not None or not load.model:
-                    deployment = record.deployment if record is not None else None
-                    events.append(
-                        ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, deployment, load.factor, load.at_least)
-                    )
+                    whose = record.deployment if record is not None else None
+                    events.append(ExpectedLoad(name, load.begin_unix_s, load.end_unix_s, whose, load.factor, load.at_least))
             self._events = (catalogue.news, tuple(events))
         return self._events[1]
 
@@ -92,24 +82,23 @@ class ViewBuilder:
         for device in pool.devices(usable=True):
             room, report = pool.room(device), device.report
             known = before.get(device.key)
-            if known is not None and known[0] is room and known[1] is report and known[2] == news:
-                self._seen_devices[device.key] = known
-                views[device.key] = known[3]
-                continue
-            snapshot = device.worker.snapshot
-            view = views[device.key] = DeviceView(
-                device.key,
-                report.kind,
-                report.device_type,
-                report.link,
-                report.memory_bytes - self._lost_bytes(device),
-                room.free_planned_bytes,
-                room.largest_free_bytes,
-                room.loads_coming,
-                report.busy_s,
-                tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
-            )
-            self._seen_devices[device.key] = (room, report, news, view)
+            if known is None or known[0] is not room or known[1] is not report or known[2] != news:
+                snapshot = device.worker.snapshot
+                view = DeviceView(
+                    device.key,
+                    report.kind,
+                    report.device_type,
+                    report.link,
+                    report.memory_bytes - self._lost_bytes(device),
+                    room.free_planned_bytes,
+                    room.largest_free_bytes,
+                    room.loads_coming,
+                    report.busy_s,
+                    tuple(sorted(engine.value for engine in snapshot.engines)) if snapshot is not None else (),
+                )
+                known = (room, report, news, view)
+            self._seen_devices[device.key] = known
+            views[device.key] = known[3]
         return views
 
     def _lost_bytes(self, device: Device) -> int:
@@ -130,12 +119,7 @@ class ViewBuilder:
         return lost
 
     def _model(
-        self,
-        now_s: float,
-        record: ModelRecord,
-        promised: list[Reservation],
-        flow: Flow | None,
-        known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
+        self, now_s: float, record: ModelRecord, promised: list[Reservation], flow: Flow | None, known: _Known
     ) -> ModelView:
         pool, catalogue = self._pool, self._catalogue
         deployment = record.deployment
@@ -185,16 +169,9 @@ class ViewBuilder:
         snapshots = [worker.snapshot for worker in self._pool.workers.values() if worker.snapshot is not None]
         return any(record.engine_type in snapshot.resizing for snapshot in snapshots)
 
-    def _replica(
-        self,
-        record: ModelRecord,
-        replica: Replica,
-        stays: bool,
-        known: dict[ReplicaId, tuple[ReplicaReport, bool, ReplicaView]],
-    ) -> ReplicaView:
+    def _replica(self, record: ModelRecord, replica: Replica, stays: bool, known: _Known) -> ReplicaView:
         report = replica.report
-        before = known.get(replica.replica)
-        if before is not None and before[0] is report and before[1] is stays:
+        if (before := known.get(replica.replica)) is not None and before[0] is report and before[1] is stays:
             self._replicas[replica.replica] = before
             return before[2]
         ready = report.state is ReplicaState.READY
