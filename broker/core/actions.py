@@ -59,7 +59,7 @@ class Actions:
     def place(self, now_s: float, placement: Placement, record: ModelRecord) -> Transaction:
         """Begins a placement."""
         leaving = [self._pool.replicas[victim] for victim in placement.victims]
-        transaction = self._transactions.place(now_s, placement, record, out=self._out)
+        transaction = self._transactions.place(now_s, placement, record)
         where = _where(placement.worker, placement.devices)
         for replica in leaving:
             name = self._catalogue.name(replica.report.deployment)
@@ -77,14 +77,14 @@ class Actions:
         """Begins to drain (unless ``forced``) and unload a replica, if nobody did."""
         if replica.replica in self._pool.leaving:
             return
-        transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s, out=self._out)
+        transaction = self._transactions.retire(now_s, replica, reason, forced=forced, drain_s=drain_s)
         self.note_retirement(now_s, transaction, replica)
 
     def ask_kv(self, now_s: float, worker: WorkerId, deployment: DeploymentKey, order: KvOrder) -> None:
         """Asks a worker's KV node for what a person wants."""
         what = f"pull its KV from {order.source}" if order.source is not None else f"drop {order.ratio:.0%} of its KV"
         reason = f"asked for by a person: {what}"
-        transaction = self._transactions.ask_kv(now_s, worker, deployment, order, reason, self._out)
+        transaction = self._transactions.ask_kv(now_s, worker, deployment, order, reason)
         name = self._catalogue.name(deployment)
         self._note(now_s, transaction, "kv", transaction.kind.value, name, reason, worker, None)
 
@@ -114,7 +114,7 @@ class Actions:
         reason = f"an earlier leader began it: {began.reason}"
         if began.kv is not None:
             sent = next(reversed(resumption.recorded.steps), None)
-            transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent, self._out)
+            transaction = self._transactions.take_up_kv(now_s, began, began.kv, sent)
             name = ", ".join(self._catalogue.name(deployment) for deployment in began.deployments)
             self._note(now_s, transaction, "kv", began.kind, name, reason, began.worker, None)
             return ""
@@ -133,7 +133,7 @@ class Actions:
             for device in known:
                 if self._feasibility.block_bytes(device, there) < began.record.budget_bytes:
                     return f"the room on {device.report.device} is gone"
-        transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone, self._out)
+        transaction = self._transactions.take_up(now_s, began, newcomer, there, resumption.gone)
         where = _where(began.worker, began.devices)
         for replica in there:
             name = self._catalogue.name(replica.report.deployment)
@@ -245,7 +245,7 @@ class Actions:
             return f"{replica_name} is not there"
         if transaction.record is not None and self._catalogue.mode(transaction.record.deployment) is not Mode.ACT:
             return f"the mode of {transaction.record.name} keeps it"
-        if (retirement := self._transactions.cancel(now_s, transaction, reason, self._out)) is None:
+        if (retirement := self._transactions.cancel(now_s, transaction, reason)) is None:
             return f"{replica_name} cannot be taken back now: others are leaving for it, or its load is being begun"
         if retirement is not transaction:
             (victim,) = retirement.victims

@@ -53,7 +53,7 @@ class SchedulerCore:
         self._out: list[ev.SchedulerCommand] = []
         """What must be done by the step of this moment; all parts write to it."""
         self.pool = Pool(self.settings)
-        self.transactions = Transactions(self.settings, self.pool)
+        self.transactions = Transactions(self.settings, self.pool, self._out)
         self.catalogue = Catalogue()
         self.feasibility = Feasibility(self.settings, self.pool, self.catalogue)
         self.availability = Availability(self.settings, self.pool, self.catalogue, self.feasibility, self.transactions)
@@ -204,7 +204,7 @@ class SchedulerCore:
             text = "many workers fell silent together; nothing is declared dead yet, this may be the network"
             self.outcomes.alert(now_s, m.Severity.CRITICAL, "mass-silence", "pool", text, "carpool get devices")
         if self.leads:
-            self.transactions.tick(now_s, self._out)
+            self.transactions.tick(now_s)
 
     def _reported(self, now_s: float, changes: Changes) -> None:
         self._look_now |= self._starved and bool(changes.appeared or changes.ended or changes.vanished)
@@ -242,7 +242,7 @@ class SchedulerCore:
             if self.leads and self.transactions.orders.find(event.reply.operation) is not None:
                 self._out.append(ev.Resign(f"a worker has obeyed epoch {event.reply.epoch_seen}, ours is {self.epoch}"))
             return
-        self.transactions.answered(now_s, event.reply, self._out)
+        self.transactions.answered(now_s, event.reply)
 
     def _operation_seen(self, now_s: float, event: ev.OperationSeen) -> bool:
         match event.event:
@@ -253,7 +253,7 @@ class SchedulerCore:
                 return False
             case m.OperationEnded():
                 self._look_now |= self._starved
-                self.transactions.operation_ended(now_s, event.event, self._out)
+                self.transactions.operation_ended(now_s, event.event)
             case m.ReplicaDied():
                 self._look_now = True
                 replica = self.pool.ended(event.event.replica)
@@ -333,7 +333,7 @@ class SchedulerCore:
         self._retire_what_must_go(now_s)
         if self._policy_is_due(now_s):
             self._ask(now_s)
-        self.transactions.start(now_s, self._out)
+        self.transactions.start(now_s)
         self.outcomes.settle(now_s)
 
     def _policy_is_due(self, now_s: float) -> bool:
@@ -370,7 +370,7 @@ class SchedulerCore:
         for transaction in list(self.transactions.running.values()):
             record = transaction.record
             if record is not None and self.catalogue.of_deployment(record.deployment) is None:
-                self.transactions.cancel(now_s, transaction, "its model is not in the registry (any more)", self._out)
+                self.transactions.cancel(now_s, transaction, "its model is not in the registry (any more)")
 
     def _retire_what_must_go(self, now_s: float) -> None:
         """Models nobody applied, replicas declared dead that still exist, drained devices, drains nobody finishes."""

@@ -29,8 +29,10 @@ from subjects.messages import (
 class Orders:
     """All commands under way, each with its own operation id under the leader's epoch."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, out: list[SchedulerCommand]) -> None:
+        """What is sent is appended to ``out``."""
         self._settings = settings
+        self._out = out
         self._begun = 0
         self._operations: dict[OperationId, Operation] = {}
         self._journal: list[JournalEntry] = []
@@ -56,7 +58,7 @@ class Orders:
 
     # ----------------------------------------------------------------------------------------------------------- sending
 
-    def drain(self, now_s: float, transaction: Transaction, replica: ReplicaId, out: list[SchedulerCommand]) -> None:
+    def drain(self, now_s: float, transaction: Transaction, replica: ReplicaId) -> None:
         """No new requests for a replica; the running ones have the transaction's time."""
         command = DrainReplica(
             operation=self._next(),
@@ -65,9 +67,9 @@ class Orders:
             replica=replica,
             timeout_s=transaction.drain_s,
         )
-        self._send(now_s, transaction, command, replica, transaction.drain_s + self._settings.step_grace_s, out)
+        self._send(now_s, transaction, command, replica, transaction.drain_s + self._settings.step_grace_s)
 
-    def unload(self, now_s: float, transaction: Transaction, victim: Victim, out: list[SchedulerCommand]) -> None:
+    def unload(self, now_s: float, transaction: Transaction, victim: Victim) -> None:
         """Ends a replica's process; by force when it did not drain, or was asked before."""
         victim.unloads += 1
         command = UnloadReplica(
@@ -77,9 +79,9 @@ class Orders:
             replica=victim.replica,
             force=victim.forced or victim.unloads > 1,
         )
-        self._send(now_s, transaction, command, victim.replica, self._settings.unload_s_max, out)
+        self._send(now_s, transaction, command, victim.replica, self._settings.unload_s_max)
 
-    def load(self, now_s: float, transaction: Transaction, record: ModelRecord, out: list[SchedulerCommand]) -> None:
+    def load(self, now_s: float, transaction: Transaction, record: ModelRecord) -> None:
         """Starts the newcomer on all its devices."""
         command = LoadModel(
             operation=self._next(),
@@ -92,9 +94,9 @@ class Orders:
             peers=transaction.devices[1:],
             measure=self.measures(record, transaction.worker, transaction.device),
         )
-        self._send(now_s, transaction, command, None, self._settings.load_s_max + self._settings.step_grace_s, out)
+        self._send(now_s, transaction, command, None, self._settings.load_s_max + self._settings.step_grace_s)
 
-    def change(self, now_s: float, transaction: Transaction, change: Change, out: list[SchedulerCommand]) -> None:
+    def change(self, now_s: float, transaction: Transaction, change: Change) -> None:
         """Gives a replica another KV budget or concurrency."""
         operation, epoch, reason = self._next(), self.epoch, transaction.reason
         command: WorkerCommand
@@ -107,17 +109,9 @@ class Orders:
             command = SetConcurrency(
                 operation=operation, epoch=epoch, reason=reason, replica=change.replica, slots=change.slots
             )
-        self._send(now_s, transaction, command, None, self._settings.change_s_max, out)
+        self._send(now_s, transaction, command, None, self._settings.change_s_max)
 
-    def ask_kv(
-        self,
-        now_s: float,
-        transaction: Transaction,
-        order: KvOrder,
-        out: list[SchedulerCommand],
-        *,
-        operation: OperationId | None = None,
-    ) -> None:
+    def ask_kv(self, now_s: float, transaction: Transaction, order: KvOrder, operation: OperationId | None) -> None:
         """Asks a worker's KV node; under the id of an earlier leader's command where that may have been heard."""
         operation, epoch, reason = operation or self._next(), self.epoch, transaction.reason
         command: WorkerCommand
@@ -139,13 +133,13 @@ class Orders:
                 kv_signature=order.kv_signature,
                 timeout_s=order.timeout_s,
             )
-        self._send(now_s, transaction, command, None, order.timeout_s + self._settings.step_grace_s, out)
+        self._send(now_s, transaction, command, None, order.timeout_s + self._settings.step_grace_s)
 
-    def again(self, now_s: float, operation: Operation, out: list[SchedulerCommand]) -> None:
+    def again(self, now_s: float, operation: Operation) -> None:
         """Sends a command once more, under its own id."""
         operation.sends += not operation.answered
         operation.sent_s = now_s
-        out.append(SendCommand(operation.worker, operation.command, self._settings.answer_s_max))
+        self._out.append(SendCommand(operation.worker, operation.command, self._settings.answer_s_max))
 
     def _next(self) -> OperationId:
         self._begun += 1
@@ -158,7 +152,6 @@ class Orders:
         command: WorkerCommand,
         victim: ReplicaId | None,
         limit_s: float,
-        out: list[SchedulerCommand],
     ) -> None:
         self._operations[command.operation] = Operation(
             operation=command.operation,
@@ -179,7 +172,7 @@ class Orders:
                 command=command,
             )
         )
-        out.append(SendCommand(transaction.worker, command, self._settings.answer_s_max))
+        self._out.append(SendCommand(transaction.worker, command, self._settings.answer_s_max))
 
     # -------------------------------------------------------------------------------------------------------------- ends
 

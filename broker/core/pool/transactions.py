@@ -50,9 +50,9 @@ from subjects.messages import (
 
 
 class Transactions:
-    """All running ones. Methods append the commands to send to ``out``; what has ended is handed over by :meth:`ended`."""
+    """All running ones. Commands to send are appended to ``out``; what has ended is handed over by :meth:`ended`."""
 
-    def __init__(self, settings: SchedulerSettings, pool: Pool) -> None:
+    def __init__(self, settings: SchedulerSettings, pool: Pool, out: list[SchedulerCommand]) -> None:
         self._settings = settings
         self._pool = pool
         self._begun = 0
@@ -61,7 +61,7 @@ class Transactions:
         self._leavers: dict[ReplicaId, int] = {}
         self._changed: dict[ReplicaId, dict[int, None]] = {}
         self.running: dict[int, Transaction] = {}
-        self.orders = Orders(settings)
+        self.orders = Orders(settings, out)
 
     def lead(self, epoch: int) -> None:
         """Starts over under an epoch of our own; what agents still do for others shows in their reports."""
@@ -89,7 +89,7 @@ class Transactions:
 
     # ----------------------------------------------------------------------------------------------------- beginning
 
-    def place(self, now_s: float, placement: Placement, record: ModelRecord, *, out: list[SchedulerCommand]) -> Transaction:
+    def place(self, now_s: float, placement: Placement, record: ModelRecord) -> Transaction:
         """Reserves the room on all devices, and begins to drain the victims."""
         transaction = self._begin(now_s, Kind.PLACE, placement.worker, placement.devices, placement.reason)
         transaction.record = record
@@ -102,7 +102,7 @@ class Transactions:
             )
         )
         self._began(now_s, transaction, placement.victims)
-        self._send_away(now_s, transaction, placement.victims, forced=False, out=out)
+        self._send_away(now_s, transaction, placement.victims, forced=False)
         self._advance(now_s, transaction)
         return transaction
 
@@ -114,14 +114,13 @@ class Transactions:
         *,
         forced: bool,
         drain_s: float | None = None,
-        out: list[SchedulerCommand],
     ) -> Transaction:
         """Drains (unless ``forced``) and unloads one replica; with ``drain_s`` 0 its requests are interrupted."""
         transaction = self._begin(now_s, Kind.RETIRE, replica.worker, replica.devices, reason)
         if drain_s is not None:
             transaction.drain_s = drain_s
         self._began(now_s, transaction, (replica.replica,), forced=forced)
-        self._send_away(now_s, transaction, (replica.replica,), forced=forced, out=out)
+        self._send_away(now_s, transaction, (replica.replica,), forced=forced)
         return transaction
 
     def resize(self, now_s: float, replica: Replica, kv_bytes: int, budget_bytes: int, reason: str) -> Transaction:
@@ -144,33 +143,28 @@ class Transactions:
         deployment: DeploymentKey,
         order: KvOrder,
         reason: str,
-        out: list[SchedulerCommand],
     ) -> Transaction:
         """Asks the KV node of a worker, at once: it needs no room."""
         kind = Kind.EVICT_KV if order.source is None else Kind.MIGRATE_KV
         transaction = self._begin(now_s, kind, worker, (), reason)
         transaction.kv = order
         self.orders.begin(now_s, transaction, (), (deployment,), forced=False)
-        self._send_kv(now_s, transaction, order, None, out)
+        self._send_kv(now_s, transaction, order, None)
         return transaction
 
-    def take_up_kv(
-        self, now_s: float, began: TransactionBegan, order: KvOrder, sent: OperationId | None, out: list[SchedulerCommand]
-    ) -> Transaction:
+    def take_up_kv(self, now_s: float, began: TransactionBegan, order: KvOrder, sent: OperationId | None) -> Transaction:
         """Goes on with what an earlier leader asked, under its own name. ``sent`` is the command that may have been heard:
         its worker knows it again and does it once."""
         transaction = self._begin(now_s, Kind(began.kind), began.worker, (), began.reason)
         transaction.name = began.transaction
         transaction.kv = order
-        self._send_kv(now_s, transaction, order, sent, out)
+        self._send_kv(now_s, transaction, order, sent)
         return transaction
 
-    def _send_kv(
-        self, now_s: float, transaction: Transaction, order: KvOrder, sent: OperationId | None, out: list[SchedulerCommand]
-    ) -> None:
+    def _send_kv(self, now_s: float, transaction: Transaction, order: KvOrder, sent: OperationId | None) -> None:
         transaction.move(now_s, Stage.WAITING)
         transaction.move(now_s, Stage.CHANGING)
-        self.orders.ask_kv(now_s, transaction, order, out, operation=sent)
+        self.orders.ask_kv(now_s, transaction, order, sent)
 
     def _begin_change(self, now_s: float, kind: Kind, replica: Replica, change: Change, reason: str) -> Transaction:
         transaction = self._begin(now_s, kind, replica.worker, replica.devices, reason)
@@ -201,7 +195,6 @@ class Transactions:
         newcomer: Replica | None,
         there: Sequence[Replica],
         gone: Sequence[tuple[ReplicaId, DeploymentKey]],
-        out: list[SchedulerCommand],
     ) -> Transaction:
         """Goes on with a placement or retirement of an earlier leader, under its own name.
 
@@ -224,7 +217,7 @@ class Transactions:
                     )
                 )
         forced = began.forced and began.record is None
-        self._send_away(now_s, transaction, tuple(replica.replica for replica in there), forced=forced, out=out)
+        self._send_away(now_s, transaction, tuple(replica.replica for replica in there), forced=forced)
         self._advance(now_s, transaction)
         if newcomer is not None and transaction.stage is Stage.WAITING:
             # Its agent has its own bound for the load, so no command of ours need watch over it.
@@ -240,7 +233,6 @@ class Transactions:
         victims: tuple[ReplicaId, ...],
         *,
         forced: bool,
-        out: list[SchedulerCommand],
     ) -> None:
         for replica in victims:
             for number in list(self._changed.get(replica, ())):
@@ -252,13 +244,13 @@ class Transactions:
             transaction.victims[replica] = victim
             self._leavers[replica] = transaction.number
             if forced:
-                self.orders.unload(now_s, transaction, victim, out)
+                self.orders.unload(now_s, transaction, victim)
             else:
-                self.orders.drain(now_s, transaction, replica, out)
+                self.orders.drain(now_s, transaction, replica)
 
     # --------------------------------------------------------------------------------------------------------- answers
 
-    def answered(self, now_s: float, reply: CommandReply, out: list[SchedulerCommand]) -> None:
+    def answered(self, now_s: float, reply: CommandReply) -> None:
         """A worker took or refused a command. (A stale epoch is the caller's business.)"""
         operation = self.orders.find(reply.operation)
         if operation is None:
@@ -267,11 +259,11 @@ class Transactions:
             case CommandOutcome.ACCEPTED | CommandOutcome.REPEATED:
                 operation.answered = True
             case CommandOutcome.REFUSED:
-                self._failed(now_s, operation, f"refused: {reply.detail}", Fault.PLACE, out)
+                self._failed(now_s, operation, f"refused: {reply.detail}", Fault.PLACE)
             case CommandOutcome.STALE_EPOCH:
                 pass
 
-    def operation_ended(self, now_s: float, event: OperationEnded, out: list[SchedulerCommand]) -> None:
+    def operation_ended(self, now_s: float, event: OperationEnded) -> None:
         """The end of a step, good or bad."""
         operation = self.orders.find(event.operation)
         if operation is None:
@@ -282,9 +274,9 @@ class Transactions:
                 # An agent ends a load only when its process is gone, so its room is free already.
                 self._pool.load_failed(event.replica, event.failure)
                 transaction.replica = event.replica
-            self._failed(now_s, operation, event.failure, Fault.PLACE if event.withdrawn else Fault.MODEL, out)
+            self._failed(now_s, operation, event.failure, Fault.PLACE if event.withdrawn else Fault.MODEL)
         elif operation.victim is not None:
-            self._left_a_step(now_s, operation, transaction, out)
+            self._left_a_step(now_s, operation, transaction)
         elif transaction.change is not None:
             self._changed_as_told(now_s, operation, transaction, transaction.change)
         elif transaction.kv is not None:
@@ -302,15 +294,13 @@ class Transactions:
         transaction.took_s = now_s - transaction.stage_s
         self._end(now_s, transaction, Stage.DONE)
 
-    def _left_a_step(
-        self, now_s: float, operation: Operation, transaction: Transaction, out: list[SchedulerCommand]
-    ) -> None:
+    def _left_a_step(self, now_s: float, operation: Operation, transaction: Transaction) -> None:
         self.orders.ended(now_s, transaction, operation, "")
         assert operation.victim is not None
         victim = transaction.victims[operation.victim]
         if isinstance(operation.command, DrainReplica):
             victim.drained = True
-            self.orders.unload(now_s, transaction, victim, out)
+            self.orders.unload(now_s, transaction, victim)
         else:
             self._pool.ended(victim.replica)
             self.replica_gone(now_s, victim.replica, "")
@@ -321,7 +311,6 @@ class Transactions:
         operation: Operation,
         failure: str,
         fault: Fault,
-        out: list[SchedulerCommand],
         *,
         unsure: bool = False,
     ) -> None:
@@ -334,7 +323,7 @@ class Transactions:
         if isinstance(operation.command, DrainReplica):
             transaction.overran = True
             victim.forced = True
-            self.orders.unload(now_s, transaction, victim, out)
+            self.orders.unload(now_s, transaction, victim)
         elif victim.unloads < self._settings.sends_max:
             # The next one is forced. A pause, so that an agent that refuses at once is not asked in a busy loop.
             victim.not_before_s = now_s + self._settings.answer_s_max
@@ -394,7 +383,7 @@ class Transactions:
 
     # ------------------------------------------------------------------------------------------------------------ time
 
-    def tick(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def tick(self, now_s: float) -> None:
         """Sends again what got no answer, asks for ends that are missing, and ends what is out of time."""
         settings = self._settings
         for operation in self.orders.running():
@@ -403,22 +392,22 @@ class Transactions:
             if now_s >= operation.deadline_s:
                 # A load that took longer than it may is the model's failure; a worker that never answered is not.
                 fault = Fault.MODEL if operation.answered else Fault.PLACE
-                self._failed(now_s, operation, f"no end after {now_s - operation.begun_s:.0f} s", fault, out, unsure=True)
+                self._failed(now_s, operation, f"no end after {now_s - operation.begun_s:.0f} s", fault, unsure=True)
                 continue
             pause_s = settings.ask_again_s if operation.answered else settings.answer_s_max
             if now_s - operation.sent_s < pause_s:
                 continue
             if not operation.answered and operation.sends >= settings.sends_max:
-                self._failed(now_s, operation, "the worker does not answer", Fault.PLACE, out, unsure=True)
+                self._failed(now_s, operation, "the worker does not answer", Fault.PLACE, unsure=True)
                 continue
-            self.orders.again(now_s, operation, out)
+            self.orders.again(now_s, operation)
         for transaction in list(self.running.values()):
             if transaction.number not in self.running:
                 continue
             for victim in transaction.victims.values():
                 if not victim.gone and 0.0 < victim.not_before_s <= now_s:
                     victim.not_before_s = 0.0
-                    self.orders.unload(now_s, transaction, victim, out)
+                    self.orders.unload(now_s, transaction, victim)
             waited_s = now_s - transaction.stage_s
             snapshot = self._pool.workers[transaction.worker].snapshot
             if transaction.stage is Stage.WAITING and snapshot is not None and snapshot.draining:
@@ -438,7 +427,7 @@ class Transactions:
             else:
                 transaction.move(now_s, Stage.WAITING)
 
-    def start(self, now_s: float, out: list[SchedulerCommand]) -> None:
+    def start(self, now_s: float) -> None:
         """Loads and changes what waits for its devices where no load runs and the room is free, oldest first."""
         kept: set[tuple[WorkerId, DeviceId]] = set()
         for transaction in list(self.running.values()):
@@ -450,7 +439,7 @@ class Transactions:
                 if not growth_bytes or all(
                     d is not None and self._pool.room(d).free_now_bytes >= growth_bytes for d in devices
                 ):
-                    self._change(now_s, transaction, transaction.change, out)
+                    self._change(now_s, transaction, transaction.change)
                 continue
             record = transaction.record
             assert record is not None, "what waits is loaded or changed"
@@ -463,25 +452,25 @@ class Transactions:
                 for device in devices
             ):
                 if not any(device is not None and self._pool.room(device).loads_running for device in devices):
-                    self._load(now_s, transaction, record, out)
+                    self._load(now_s, transaction, record)
                 elif len(devices) > 1:
                     # Else single loads could take its devices in turns for ever.
                     kept.update((transaction.worker, device) for device in transaction.devices)
 
-    def _load(self, now_s: float, transaction: Transaction, record: ModelRecord, out: list[SchedulerCommand]) -> None:
+    def _load(self, now_s: float, transaction: Transaction, record: ModelRecord) -> None:
         transaction.move(now_s, Stage.LOADING)
         transaction.load_begun_s = now_s
         self._pool.reserve(replace(self._pool.reservations[transaction.replica_name], sent=True))
-        self.orders.load(now_s, transaction, record, out)
+        self.orders.load(now_s, transaction, record)
 
-    def _change(self, now_s: float, transaction: Transaction, change: Change, out: list[SchedulerCommand]) -> None:
+    def _change(self, now_s: float, transaction: Transaction, change: Change) -> None:
         transaction.move(now_s, Stage.CHANGING)
         if change.kv_bytes is not None:
             sure_bytes = self._pool.replicas[change.replica].report.budget_bytes + change.growth_bytes
             self._pool.resize(change.replica, sure_bytes, change.budget_bytes)
-        self.orders.change(now_s, transaction, change, out)
+        self.orders.change(now_s, transaction, change)
 
-    def cancel(self, now_s: float, transaction: Transaction, reason: str, out: list[SchedulerCommand]) -> Transaction | None:
+    def cancel(self, now_s: float, transaction: Transaction, reason: str) -> Transaction | None:
         """Takes a placement back: one that waits ends at once and is returned, of one that loads the retirement is. None
         while victims leave for it, since a drain cannot be undone, and while nobody has listed what loads."""
         if transaction.stage is Stage.WAITING:
@@ -491,7 +480,7 @@ class Transactions:
         if transaction.stage is not Stage.LOADING or listed is None or listed.report.state not in COMING:
             return None
         transaction.cancelled = True
-        return self.retire(now_s, listed, reason, forced=True, out=out)
+        return self.retire(now_s, listed, reason, forced=True)
 
     # ------------------------------------------------------------------------------------------------------------- ends
 

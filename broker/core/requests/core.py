@@ -75,6 +75,8 @@ class RequestCore:
         self._round_trip_s = -inf
         self._silence_counts_from_s = -inf
         self._shutdown_s = inf
+        self._out: list[ev.RequestCommand] = []
+        """What the step that runs asks for."""
 
     # ---------------------------------------------------------------------------------------------------------- views
 
@@ -119,37 +121,38 @@ class RequestCore:
     def step(self, now_s: float, event: ev.RequestEvent) -> list[ev.RequestCommand]:
         """Takes one event; returns what to do, in order. What is due is done first, so no handler meets a late request."""
         out: list[ev.RequestCommand] = []
-        self._do_what_is_due(now_s, out)
+        self._out = out
+        self._do_what_is_due(now_s)
         match event:
             case ev.RequestSubmitted():
-                self._submit(now_s, event, out)
+                self._submit(now_s, event)
             case ev.FramesReceived():
-                self._take_frames(now_s, event.frames, out)
+                self._take_frames(now_s, event.frames)
             case ev.TicketStored():
-                self._ticket_stored(now_s, event, out)
+                self._ticket_stored(now_s, event)
             case ev.TicketNotStored():
-                self._ticket_not_stored(now_s, event, out)
+                self._ticket_not_stored(now_s, event)
             case ev.HandLost():
                 live = self._live.get(event.request)
                 if live is not None and live.state is State.RUNNING and live.attempt == event.attempt:
-                    self._not_handed(now_s, live, "its replica is out of reach", out)
+                    self._not_handed(now_s, live, "its replica is out of reach")
             case ev.ClaimReceived():
-                out.extend(self._judge_claim(now_s, event))
+                self._judge_claim(now_s, event)
             case ev.ClientLeft():
                 if (live := self._live.get(event.request)) is not None:
-                    self._end(now_s, live, ev.Cancelled(), out)
+                    self._end(now_s, live, ev.Cancelled())
             case ev.PoolChanged():
-                self._pool_changed(now_s, event.digest, out)
+                self._pool_changed(now_s, event.digest)
             case ev.BusReconnected():
                 self._silence_counts_from_s = now_s + ev.RECONNECT_GRACE_S
                 for live in list(self._live.values()):
                     if live.state is not State.RUNNING:
-                        self._publish(now_s, live, out)
+                        self._publish(now_s, live)
             case ev.QueueChecked():
                 for request in list(self._stored.get(event.model, ())):
                     live = self._live[request]
                     if live.stored is not None and live.stored.created != event.created:
-                        self._publish(now_s, live, out)
+                        self._publish(now_s, live)
             case ev.BusRoundTripMade():
                 self._round_trip_s = now_s
             case ev.ShutdownStarted():
@@ -160,37 +163,37 @@ class RequestCore:
                 assert_never(event)
         return out
 
-    def _do_what_is_due(self, now_s: float, out: list[ev.RequestCommand]) -> None:
+    def _do_what_is_due(self, now_s: float) -> None:
         while (request := self._agenda.pop_due(now_s)) is not None:
             live = self._live[request]
             if now_s >= live.deadline_s:
                 gone = ev.Failed(504, "the request's deadline has passed", type="timeout_error", code="deadline_exceeded")
-                self._end(now_s, live, gone, out)
+                self._end(now_s, live, gone)
             elif live.state is not State.RUNNING and now_s >= live.wait_until_s:
-                self._end(now_s, live, self._no_capacity(live, "no replica had room in time"), out)
+                self._end(now_s, live, self._no_capacity(live, "no replica had room in time"))
             elif live.state is State.PARKED and self._links.holds_out_for(live) is not None:
-                self._holds_out_no_more(now_s, live, out)
+                self._holds_out_no_more(now_s, live)
             elif live.state is State.PARKED and not self._links.waits_in_vain(now_s, live):
                 live.retry_s = now_s + ev.PARK_S
                 self._agenda.set(request, live.due_s())
             elif live.state is State.PARKED:
-                self._publish(now_s, live, out)
+                self._publish(now_s, live)
             elif live.state is State.UNSTORED:
-                self._send_ticket(now_s, live, out)
+                self._send_ticket(now_s, live)
             elif live.state is State.STORED:
-                self._yield(now_s, live, out)
+                self._yield(now_s, live)
         if now_s >= self._held_due_s:
-            self._send_held(now_s, out)
+            self._send_held(now_s)
         if now_s >= self._shutdown_s:
             for live in list(self._live.values()):
                 over = ev.Failed(503, "the gateway is shutting down", code="shutting_down", retry_after_s=1)
-                self._end(now_s, live, over, out)
+                self._end(now_s, live, over)
         while self._recent and next(iter(self._recent.values()))[0] <= now_s:
             self._recent.popitem(last=False)
 
     # ----------------------------------------------------------------------------------------------- before the grant
 
-    def _submit(self, now_s: float, event: ev.RequestSubmitted, out: list[ev.RequestCommand]) -> None:
+    def _submit(self, now_s: float, event: ev.RequestSubmitted) -> None:
         assert event.request not in self._live, "request ids are never reused"
         live = LiveRequest(
             request=event.request,
@@ -212,20 +215,20 @@ class RequestCore:
         self._demand.arrived(live.profile)
         model = self._models.get(live.profile.deployment)
         if model is not None and model.refusal:
-            self._end(now_s, live, self._refused_by_pool(model), out)
+            self._end(now_s, live, self._refused_by_pool(model))
         elif not self._links.can_be_handed(live):
-            self._publish(now_s, live, out)
-        elif not self._links.has_parked(live.profile.deployment) and self._hand_over(now_s, live, out):
+            self._publish(now_s, live)
+        elif not self._links.has_parked(live.profile.deployment) and self._hand_over(now_s, live):
             pass
         elif self._links.holds_out_for(live) is not None:
             self._move(now_s, live, State.PARKED)
         elif not self._links.may_park(now_s, live):
-            self._publish(now_s, live, out)
+            self._publish(now_s, live)
         else:
             live.retry_s = now_s + ev.PARK_S
             self._move(now_s, live, State.PARKED)
 
-    def _hand_over(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> bool:
+    def _hand_over(self, now_s: float, live: LiveRequest) -> bool:
         """Gives a request to the replica with the most room, or to the one with its prefix, if there is one. Or has it wait
         for that one, until ``live.retry_s``."""
         choice = self._links.pick(now_s, live)
@@ -242,50 +245,50 @@ class RequestCore:
         self._hold(now_s, live, replica)
         hand = Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
         granted = ev.RecordGrant(live.request, live.attempt, replica, waited_s, choice.tokens, choice.why)
-        out += (ev.HandOver(replica, hand), granted)
+        self._out += (ev.HandOver(replica, hand), granted)
         return True
 
-    def _holds_out_no_more(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
+    def _holds_out_no_more(self, now_s: float, live: LiveRequest) -> None:
         """The replica with its prefix has had no room in time: whoever has some gets it now, else it waits like others."""
         self._links.holds_out(live, None)
         live.may_hold_out = False
-        if self._hand_over(now_s, live, out):
+        if self._hand_over(now_s, live):
             return
         if self._links.may_park(now_s, live) and not self._links.waits_in_vain(now_s, live):
             live.retry_s = now_s + ev.PARK_S
             self._agenda.set(live.request, live.due_s())
         else:
-            self._publish(now_s, live, out)
+            self._publish(now_s, live)
 
-    def _not_handed(self, now_s: float, live: LiveRequest, why: str, out: list[ev.RequestCommand]) -> None:
+    def _not_handed(self, now_s: float, live: LiveRequest, why: str) -> None:
         """It was handed over and never begun: no loss, and what it is told to next is the queue."""
         if live.holder is not None and (link := self._links.links.get(live.holder)) is not None:
             link.room = None
         if not live.sent_in_attempt:
-            self._restart(now_s, live, why, out, handed=True)
+            self._restart(now_s, live, why, handed=True)
 
-    def _publish(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
+    def _publish(self, now_s: float, live: LiveRequest) -> None:
         """Under a new publication number, since the work-queue swallows a message id that it has seen."""
         live.publication += 1
-        self._send_ticket(now_s, live, out)
+        self._send_ticket(now_s, live)
 
-    def _send_ticket(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
+    def _send_ticket(self, now_s: float, live: LiveRequest) -> None:
         live.publication = max(1, live.publication)
         live.retry_s = inf
         self._move(now_s, live, State.PUBLISHING)
         message_id = f"{live.request}.{live.attempt}.{live.publication}"
         ttl_s = max(1, ceil(min(live.wait_until_s, live.deadline_s) - now_s))
-        out.append(ev.PublishTicket(self._ticket(live), message_id, ttl_s))
+        self._out.append(ev.PublishTicket(self._ticket(live), message_id, ttl_s))
 
-    def _yield(self, now_s: float, live: LiveRequest, out: list[ev.RequestCommand]) -> None:
+    def _yield(self, now_s: float, live: LiveRequest) -> None:
         """Those who can still meet their target go first. A replica that pulled the old ticket may claim it all the same."""
         assert live.stored is not None
         self._demand.stopped_waiting(live.queued_as, live.request)
         live.yields()
         self._demand.waits(live.queued_as, live.request, live.waits_since_s)
         if live.has_yielded:
-            out.append(ev.DeleteTicket(live.stored))
-            self._publish(now_s, live, out)
+            self._out.append(ev.DeleteTicket(live.stored))
+            self._publish(now_s, live)
         else:
             self._agenda.set(live.request, live.due_s())
 
@@ -298,15 +301,17 @@ class RequestCore:
             profile=live.queued_as,
         )
 
-    def _ticket_stored(self, now_s: float, event: ev.TicketStored, out: list[ev.RequestCommand]) -> None:
+    def _ticket_stored(self, now_s: float, event: ev.TicketStored) -> None:
         live = self._live.get(event.request)
         if live is None or (live.attempt, live.publication) != (event.attempt, event.publication):
-            out.append(ev.DeleteTicket(event.stored))  # It ended, or was published again, while this copy was on its way.
+            self._out.append(
+                ev.DeleteTicket(event.stored)
+            )  # It ended, or was published again, while this copy was on its way.
         elif live.state is State.PUBLISHING:
             live.stored = event.stored
             self._move(now_s, live, State.STORED)
 
-    def _ticket_not_stored(self, now_s: float, event: ev.TicketNotStored, out: list[ev.RequestCommand]) -> None:
+    def _ticket_not_stored(self, now_s: float, event: ev.TicketNotStored) -> None:
         live = self._live.get(event.request)
         if live is None or live.state is not State.PUBLISHING:
             return
@@ -314,10 +319,10 @@ class RequestCore:
             return
         match event.reason:
             case ev.NotStoredReason.QUEUE_FULL:
-                self._end(now_s, live, self._no_capacity(live, "the queue of this model is full"), out)
+                self._end(now_s, live, self._no_capacity(live, "the queue of this model is full"))
                 return
             case ev.NotStoredReason.QUEUE_MISSING:
-                out.append(ev.EnsureQueue())
+                self._out.append(ev.EnsureQueue())
             case ev.NotStoredReason.BUS_UNAVAILABLE | ev.NotStoredReason.TIMEOUT:
                 pass
             case _:
@@ -326,38 +331,39 @@ class RequestCore:
         live.retry_s = now_s + ev.PUBLISH_RETRY_S
         self._move(now_s, live, State.UNSTORED)
 
-    def _judge_claim(self, now_s: float, event: ev.ClaimReceived) -> list[ev.RequestCommand]:
+    def _judge_claim(self, now_s: float, event: ev.ClaimReceived) -> None:
         claim = event.claim
         verdict = self._verdict(now_s, claim)
         if isinstance(verdict, RefusalReason):
             refusal = Refusal(request=claim.request, attempt=claim.attempt, reason=verdict)
-            return [ev.AnswerClaim(event.token, refusal)]
+            self._out.append(ev.AnswerClaim(event.token, refusal))
+            return
         live, reply = verdict
         if live.better_elsewhere(now_s, claim.replica, adapters=claim.adapters):
-            return self._left_to_others(now_s, live, event)
-        answer = ev.AnswerClaim(event.token, reply)
+            self._leave_to_others(now_s, live, event)
+            return
+        self._out.append(ev.AnswerClaim(event.token, reply))
         if live.state is State.RUNNING:
-            return [answer]
+            return
         waited_s = now_s - live.waits_since_s
         self._hold(now_s, live, claim.replica)
         link = self._links.links[claim.replica]
         link.adapters = claim.adapters
         link.heard()
-        return [answer, ev.RecordGrant(live.request, live.attempt, claim.replica, waited_s)]
+        self._out.append(ev.RecordGrant(live.request, live.attempt, claim.replica, waited_s))
 
-    def _left_to_others(self, now_s: float, live: LiveRequest, event: ev.ClaimReceived) -> list[ev.RequestCommand]:
+    def _leave_to_others(self, now_s: float, live: LiveRequest, event: ev.ClaimReceived) -> None:
         """The refusal takes the ticket off the queue, so another one follows; after a pause, since the same replica may ask
         again."""
         refusal = Refusal(request=live.request, attempt=live.attempt, reason=RefusalReason.UNKNOWN)
-        out: list[ev.RequestCommand] = [ev.AnswerClaim(event.token, refusal)]
+        self._out.append(ev.AnswerClaim(event.token, refusal))
         if live.stored is not None:
-            out.append(ev.DeleteTicket(live.stored))
+            self._out.append(ev.DeleteTicket(live.stored))
         if live.state in QUEUED:
             live.publication += 1  # the work-queue swallows a number that it has seen
         if live.state in (State.PUBLISHING, State.STORED):
             live.retry_s = now_s + ev.PUBLISH_RETRY_S
             self._move(now_s, live, State.UNSTORED)
-        return out
 
     def _verdict(self, now_s: float, claim: Claim) -> RefusalReason | tuple[LiveRequest, ClaimReply]:
         if claim.replica in self._dead:
@@ -385,7 +391,7 @@ class RequestCore:
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
-    def _take_frames(self, now_s: float, frames: Frames, out: list[ev.RequestCommand]) -> None:
+    def _take_frames(self, now_s: float, frames: Frames) -> None:
         link = self._links.links.get(frames.replica)
         if link is None:
             # It holds something that we gave up while it was out of reach: ``Held`` tells it that nothing is wanted.
@@ -399,29 +405,29 @@ class RequestCore:
             if live is None:
                 unwanted[delta.request, delta.attempt] = None
             elif delta.failure is not None:
-                self._engine_failed(now_s, live, delta.failure, out)
+                self._engine_failed(now_s, live, delta.failure)
             elif 0 <= delta.choice < len(live.choices):
-                self._take_delta(now_s, live, frames.replica, delta, out)
+                self._take_delta(now_s, live, frames.replica, delta)
         for gone in frames.gone:
             live = self._held_by(frames.replica, gone.request, gone.attempt)
             if live is not None and gone.full:
-                self._not_handed(now_s, live, "its replica had no room", out)
+                self._not_handed(now_s, live, "its replica had no room")
             elif live is not None:
-                self._lose(now_s, live, "its replica does not have it", out)
+                self._lose(now_s, live, "its replica does not have it")
         for model in self._links.models_of(frames.replica) if frames.room is not None and self._links.any_parked else ():
-            self._serve_parked(now_s, model, frames.replica, out)
+            self._serve_parked(now_s, model, frames.replica)
         for request, attempt in unwanted:
-            out.append(ev.SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
+            self._out.append(ev.SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
             link.linger_until_s = now_s + ev.HELD_LINGER_S
 
-    def _serve_parked(self, now_s: float, model: DeploymentKey, replica: ReplicaId, out: list[ev.RequestCommand]) -> None:
+    def _serve_parked(self, now_s: float, model: DeploymentKey, replica: ReplicaId) -> None:
         """A replica has said what it would take. Who is first and finds no room holds up those behind, but for those who
         wait for one replica only: they are asked when it or its neighbour speaks, and hold up nobody."""
         for request in self._links.parked(model):
             live = self._live[request]
             if not self._links.concerns(replica, live):
                 continue
-            if self._hand_over(now_s, live, out):
+            if self._hand_over(now_s, live):
                 continue
             if self._links.holds_out_for(live) is None:
                 break
@@ -433,9 +439,7 @@ class RequestCore:
             return None
         return live
 
-    def _take_delta(
-        self, now_s: float, live: LiveRequest, replica: ReplicaId, delta: Delta, out: list[ev.RequestCommand]
-    ) -> None:
+    def _take_delta(self, now_s: float, live: LiveRequest, replica: ReplicaId, delta: Delta) -> None:
         match live.take(delta):
             case Taken.REPEATED:
                 pass
@@ -448,53 +452,50 @@ class RequestCore:
                         choice=choice,
                         from_index=from_index,
                     )
-                    out.append(ev.SendBack(replica, resend))
+                    self._out.append(ev.SendBack(replica, resend))
             case Taken.ACCEPTED:
                 if live.first_sent_s is None:
                     live.first_sent_s = now_s
-                out.append(ev.Deliver(live.request, delta))
+                self._out.append(ev.Deliver(live.request, delta))
                 if delta.end:
-                    self._end(now_s, live, ev.Finished(delta.usage), out)
+                    self._end(now_s, live, ev.Finished(delta.usage))
             case _ as never:
                 assert_never(never)
 
-    def _engine_failed(self, now_s: float, live: LiveRequest, failure: Failure, out: list[ev.RequestCommand]) -> None:
+    def _engine_failed(self, now_s: float, live: LiveRequest, failure: Failure) -> None:
         match failure.kind:
             case FailureKind.BAD_REQUEST:
                 # Never fed to a second replica: what is wrong with it is wrong everywhere.
                 status = failure.status if 400 <= failure.status < 500 else 400
                 bad = ev.Failed(status, failure.message, "invalid_request_error", failure.code, failure.param)
-                self._end(now_s, live, bad, out)
+                self._end(now_s, live, bad)
             case FailureKind.BUSY if not live.sent_in_attempt:
-                self._restart(now_s, live, "the engine was busy", out, pause_s=ev.PUBLISH_RETRY_S)
+                self._restart(now_s, live, "the engine was busy", pause_s=ev.PUBLISH_RETRY_S)
             case FailureKind.SICK | FailureKind.BUSY:
                 live.unfit = live.holder
-                self._lose(now_s, live, failure.message, out, code=failure.code or "engine_failed")
+                self._lose(now_s, live, failure.message, code=failure.code or "engine_failed")
             case _:
                 assert_never(failure.kind)
 
-    def _lose(
-        self, now_s: float, live: LiveRequest, why: str, out: list[ev.RequestCommand], *, code: str = "replica_lost"
-    ) -> None:
+    def _lose(self, now_s: float, live: LiveRequest, why: str, *, code: str = "replica_lost") -> None:
         """Its holder will not finish it: go on elsewhere where that is right, else end it in one clear way."""
         live.losses += 1
         if live.all_closed():
-            self._end(now_s, live, ev.Finished(None), out)  # Only the usage was missing; the answer is whole.
+            self._end(now_s, live, ev.Finished(None))  # Only the usage was missing; the answer is whole.
         elif live.sent_in_attempt and not (self._continuation_enabled and live.continuable()):
             message = f"the answer broke off and cannot be continued elsewhere: {why}"
-            self._end(now_s, live, ev.Failed(502, message, code=code), out)
+            self._end(now_s, live, ev.Failed(502, message, code=code))
         elif live.losses >= ev.LOSSES_MAX:
-            self._end(now_s, live, ev.Failed(502, f"lost {live.losses} times, last because: {why}", code=code), out)
+            self._end(now_s, live, ev.Failed(502, f"lost {live.losses} times, last because: {why}", code=code))
         else:
             live.wait_until_s = now_s + live.wait_bound_s
-            self._restart(now_s, live, why, out)
+            self._restart(now_s, live, why)
 
     def _restart(
         self,
         now_s: float,
         live: LiveRequest,
         why: str,
-        out: list[ev.RequestCommand],
         *,
         pause_s: float = 0.0,
         handed: bool = False,
@@ -504,14 +505,14 @@ class RequestCore:
         live.begin_attempt(now_s)
         if handed:
             live.waits_since_s = waits_since_s  # it has waited all the time
-        out.append(ev.RecordRestart(live.request, live.attempt, why, handed))
+        self._out.append(ev.RecordRestart(live.request, live.attempt, why, handed))
         if now_s >= live.wait_until_s:
-            self._end(now_s, live, self._no_capacity(live, why), out)
+            self._end(now_s, live, self._no_capacity(live, why))
         elif pause_s:
             live.retry_s = now_s + pause_s
             self._move(now_s, live, State.UNSTORED)
         else:
-            self._publish(now_s, live, out)
+            self._publish(now_s, live)
 
     def _let_go(self, now_s: float, live: LiveRequest) -> None:
         """The holder does not have it any more as far as we are concerned; it goes on hearing ``Held`` for a while."""
@@ -521,13 +522,13 @@ class RequestCore:
 
     # -------------------------------------------------------------------------------------------------------- the end
 
-    def _end(self, now_s: float, live: LiveRequest, outcome: ev.Outcome, out: list[ev.RequestCommand]) -> None:
+    def _end(self, now_s: float, live: LiveRequest, outcome: ev.Outcome) -> None:
         if live.stored is not None:
-            out.append(ev.DeleteTicket(live.stored))
+            self._out.append(ev.DeleteTicket(live.stored))
         if live.state is State.RUNNING and live.holder is not None:
             if not isinstance(outcome, ev.Finished):
                 cancel = Cancel(ingress=self._ingress, request=live.request, attempt=live.attempt)
-                out.append(ev.SendBack(live.holder, cancel))
+                self._out.append(ev.SendBack(live.holder, cancel))
             self._let_go(now_s, live)
         self._move(now_s, live, None)
         del self._live[live.request]
@@ -552,7 +553,7 @@ class RequestCore:
                 self._remember(now_s, live.request, RefusalReason.CANCELLED)
             case _:
                 assert_never(outcome)
-        out.append(ev.EndRequest(live.request, outcome))
+        self._out.append(ev.EndRequest(live.request, outcome))
 
     def _remember(self, now_s: float, request: RequestId, reason: RefusalReason) -> None:
         self._recent[request] = (now_s + ev.RECENT_ENDS_S, reason)
@@ -572,7 +573,7 @@ class RequestCore:
 
     # ------------------------------------------------------------------------------------------------ replicas, states
 
-    def _pool_changed(self, now_s: float, digest: PoolDigest, out: list[ev.RequestCommand]) -> None:
+    def _pool_changed(self, now_s: float, digest: PoolDigest) -> None:
         self._models = {model.deployment: model for model in digest.models}
         ready: dict[DeploymentKey, dict[ReplicaId, float]] = {}
         for one in digest.replicas:
@@ -582,18 +583,18 @@ class RequestCore:
         for replica in digest.dead:
             if replica not in self._dead:
                 self._dead[replica] = None
-                self._bury(now_s, replica, out)
+                self._bury(now_s, replica)
         while len(self._dead) > DEAD_MAX:
             self._dead.popitem(last=False)
         refusals = {deployment for deployment, model in self._models.items() if model.refusal}
         for live in list(self._live.values()) if refusals else ():
             if live.state is not State.RUNNING and live.profile.deployment in refusals:
-                self._end(now_s, live, self._refused_by_pool(self._models[live.profile.deployment]), out)
+                self._end(now_s, live, self._refused_by_pool(self._models[live.profile.deployment]))
 
-    def _bury(self, now_s: float, replica: ReplicaId, out: list[ev.RequestCommand]) -> None:
+    def _bury(self, now_s: float, replica: ReplicaId) -> None:
         link = self._links.forget(replica)
         for request in list(link.running) if link is not None else ():
-            self._lose(now_s, self._live[request], "its replica died", out)
+            self._lose(now_s, self._live[request], "its replica died")
         if not self._links.links:
             self._held_due_s = inf
 
@@ -602,7 +603,7 @@ class RequestCore:
             self._held_due_s = now_s + ev.HELD_EVERY_S
         return self._links.link(replica)
 
-    def _send_held(self, now_s: float, out: list[ev.RequestCommand]) -> None:
+    def _send_held(self, now_s: float) -> None:
         """One beat to all. Silence is counted per beat, and only while our own way to the bus is known to work."""
         bus_works = now_s - self._round_trip_s <= ev.ROUND_TRIP_FRESH_S and now_s >= self._silence_counts_from_s
         for replica, link in list(self._links.links.items()):
@@ -610,14 +611,14 @@ class RequestCore:
                 link.unanswered += 1
             silent = link.unanswered >= ev.HELD_UNANSWERED_MAX
             for request in list(link.running) if silent else ():
-                self._lose(now_s, self._live[request], "its replica fell silent", out)
+                self._lose(now_s, self._live[request], "its replica fell silent")
             if not link.running and now_s >= link.linger_until_s and (silent or not link.awaiting_frame):
                 self._links.forget(replica)
                 continue
             self._held_sent += 1
             entries = tuple(self._held_entry(self._live[request]) for request in link.running)
             held = Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
-            out.append(ev.SendBack(replica, held))
+            self._out.append(ev.SendBack(replica, held))
             link.awaiting_frame = True
         self._held_due_s = now_s + ev.HELD_EVERY_S if self._links.links else inf
 
