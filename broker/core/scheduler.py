@@ -185,6 +185,11 @@ class SchedulerCore:
             records = self.catalogue.records_by_deployment()
             self.fairness.take(event.telemetry.demand, records)
             self.costs.served(event.telemetry.demand, records)
+            for row in event.telemetry.demand:
+                if (
+                    row.waiting and row.deployment in records
+                ):  # What still runs leaves with the replica that a person unloads.
+                    self.catalogue.model(row.deployment).held_down = False
         starts = self.pool.ingress(now_s, event.telemetry)
         self._look_now |= any(self.feasibility.replicas_count(deployment) == 0 for deployment in starts)
         return bool(starts)
@@ -325,9 +330,7 @@ class SchedulerCore:
         for deployment, demand in self.feasibility.look(now_s).items():
             self._starved |= demand.waiting > 0 and self.feasibility.replicas_count(deployment) == 0
             if demand.any:
-                model = self.catalogue.model(deployment)
-                model.last_used_s = now_s
-                model.held_down = False
+                self.catalogue.model(deployment).last_used_s = now_s
         self.catalogue.stand_back(self.feasibility.names_to_stand_back())
         self._drop_unwanted(now_s)
         self._retire_what_must_go(now_s)

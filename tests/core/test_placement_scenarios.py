@@ -461,6 +461,22 @@ def test_a_person_unloads_a_model() -> None:
     assert world.all_ended() and world.loaded() == ["a"]
 
 
+def test_a_model_that_a_person_unloads_stays_away_though_a_request_runs() -> None:
+    """What runs ends there and is no new demand, nor is what a gateway told before: only who waits brings the model back."""
+    world = World(record("a"))
+    world.agent(cpu0=1.0)
+    running = world.ask("a", service_s=5.0)
+    world.run(3)
+    assert running.started_s is not None
+    world.step(UnloadRequested("a"))
+    world.run(20)
+    assert world.all_ended() and running.lost == 0
+    assert world.loaded() == [] and world.load_names() == ["a"]
+    world.ask("a")
+    world.run(5)
+    assert world.all_ended() and world.loaded() == ["a"]
+
+
 def test_all_waiters_leave_before_the_room_is_free() -> None:
     """When nobody waits any more once the victim is gone, the newcomer is not loaded and nothing hangs (B1)."""
     world = World(A, B)
