@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from broker.core.plan.layout import Layout, Score, cramped_lack
 from broker.core.plan.problem import Block, Need, Prices, Problem, Site
+from broker.core.plan.search import Search
 from broker.core.plan.sharing import served_share, share_of_all, share_of_time
 from subjects.ids import DeviceId, ReplicaId, WorkerId
 from tests.core.scheduler_world import deployment
@@ -117,6 +118,16 @@ def test_a_block_alone_carries_its_rate_less_its_standing_share() -> None:
     assert layout.capacity[0] == pytest.approx(0.9) and layout.lack(0) == pytest.approx(0.5)
     layout.add(0, (1,))
     assert layout.capacity[0] == pytest.approx(0.9 + 0.4)
+
+
+@pytest.mark.parametrize(("floor", "replicas"), [(0, 1), (2, 2), (3, 2)])
+def test_a_model_too_slow_for_its_targets_has_its_minimum_all_the_same(floor: int, replicas: int) -> None:
+    """Steps that alone take longer than a token may leave a replica no capacity by the numbers, and two have none more; the
+    file's word holds, as far as there are devices."""
+    slow = need("a", 0.01, value=1000.0, standing=1.9, floor=floor, replicas_min=max(floor, 1), replicas_max=3, load_s=25.0)
+    layout = Layout(Problem((site(0), site(1)), (slow,), prices=Prices(device=1.0, load=0.2)))
+    Search(layout).grow()
+    assert len(layout.of[0]) == replicas
 
 
 def test_neighbours_slow_each_other_by_what_they_use() -> None:

@@ -117,9 +117,11 @@ class Search:
         return self._give_first(need, options)
 
     def _give_first(self, need: int, options: Sequence[_Option]) -> bool:
-        """A model that is wanted has one replica where there is room, whatever its class and however little one helps."""
+        """A model has its file's minimum, and one replica when it is wanted, where there is room: whatever its class, and
+        however little one helps by its numbers."""
         layout = self.layout
-        if layout.of[need] or not layout.problem.needs[need].replicas_min:
+        wanted = layout.problem.needs[need]
+        if len(layout.of[need]) >= max(wanted.floor, min(1, wanted.replicas_min)):
             return False
         free = (option.sites for option in options if option.sites and not option.leave)
         first = next((sites for sites in free if layout.fits(need, sites)), None)
