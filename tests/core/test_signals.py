@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from broker.core.plan import tunables as t
 from broker.core.plan.fairness import CLASS_VALUES, boosted, class_weights, densities, fairness_index
-from broker.core.plan.windows import InRow
+from broker.core.plan.in_row import InRow
 from ops.simulator.probe import Progress, TwuMeter
 from profiles.twu import TokenWork, allowed_s, current_weights, default_weight, twu, twu_raw_s
 from subjects.ids import DeploymentKey

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from broker.core.plan import tunables as t
-from broker.core.plan.windows import InRow
+from broker.core.plan.in_row import InRow
 from profiles.costs import prefill_s
 from profiles.features import Ring
 from subjects.ids import DeploymentKey

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from broker.core.plan import tunables as t
+from broker.core.plan.in_row import InRow
 from broker.core.plan.policy import ReplicaView, ResizeReplicaKv, SetReplicaConcurrency
-from broker.core.plan.windows import InRow
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 

@@ -1,4 +1,4 @@
-"""Signals over windows of readings: three in a row (SCH-7)."""
+"""Conditions that must hold in several readings in a row before anybody acts on them: three (SCH-7)."""
 
 from __future__ import annotations
 
