@@ -3,6 +3,15 @@
 One engine step that decodes ``batch`` requests holding ``context`` tokens in all takes
 ``step_const_s + step_request_s * batch + step_context_token_s * context`` seconds; prefilling a prompt of ``L`` tokens adds
 ``prefill_token_s * L + prefill_token2_s * L**2``. The form is that of the public fits in ``profiles/hardware``.
+
+Capacity is counted in replicas: 1.0 is a whole device (or group of linked ones) busy all the time. An engine batches
+continuously and takes waiting prompts before it decodes, so that
+
+* a request of ``L`` input and ``n`` output tokens costs ``prefill(L)`` and, at a batch so large that the constant part of a
+  step is shared by many, ``n * (step_request_s + step_context_token_s * (L + n / 2))`` of decoding: its *work*;
+* a replica whose tokens may take ``T`` seconds each makes ``1 / T`` steps per second and eats ``step_const_s / T`` of its
+  devices whatever its batch: its *standing share*;
+* a load of ``r`` requests per second of work ``w`` each, on ``m`` replicas, needs ``r * w + m * step_const_s / T`` in all.
 """
 
 from __future__ import annotations
@@ -28,9 +37,25 @@ def length_class(input_tokens: int) -> int:
     return 1 if input_tokens <= LENGTH_CLASS_TOKENS_MAX[1] else 2
 
 
-def prefill_s(costs: StepCosts, input_tokens: int) -> float:
-    """Seconds of the whole replica to prefill one prompt alone."""
+def prefill_s(costs: StepCosts, input_tokens: float) -> float:
+    """Seconds of the whole replica to prefill one prompt alone; of a mean of tokens too."""
     return costs.prefill_token_s * input_tokens + costs.prefill_token2_s * input_tokens * input_tokens
+
+
+def context_mean_tokens(input_tokens: float, output_tokens: float) -> float:
+    """Tokens that a request holds on average while it decodes."""
+    return input_tokens + output_tokens / 2
+
+
+def decode_work_s(costs: StepCosts, input_tokens: float, output_tokens: float) -> float:
+    """Seconds of decoding that a request adds to those it is batched with, without the constant part of the steps."""
+    token_s = costs.step_request_s + costs.step_context_token_s * context_mean_tokens(input_tokens, output_tokens)
+    return output_tokens * token_s
+
+
+def standing_share(costs: StepCosts, tpot_s: float) -> float:
+    """Share of its devices that a replica with anything to decode eats whatever its batch."""
+    return costs.step_const_s / tpot_s
 
 
 def step_s(costs: StepCosts, batch: int, context_tokens: float) -> float:

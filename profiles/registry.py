@@ -149,6 +149,10 @@ class Registry:
         """Keeps a measurement in place of an earlier one of this key."""
         self._execute("INSERT OR REPLACE INTO costs VALUES (?, ?)", (key, encode(kept)))
 
+    def delete_costs(self, key: str) -> None:
+        """Forgets them."""
+        self._execute("DELETE FROM costs WHERE key = ?", (key,))
+
     def costs(self) -> Sequence[KeptCosts]:
         """All measurements that this version can read, in order of their keys."""
         kept = []

@@ -31,6 +31,8 @@ AT_ONCE_S_MAX = 0.5
 INPUT_TOKENS_MIN = 16
 INPUT_TOKENS_MAX = 2 * LENGTH_CLASS_TOKENS_MAX[1]
 POINT_S_MAX = 120.0
+POINT_TRIES_MAX = 3
+"""Of one point that fails by itself, not because somebody's request came."""
 
 
 class Prober:
@@ -45,6 +47,8 @@ class Prober:
         """Requests that run, and whether they have their first token."""
         self._changed = asyncio.Event()
         self._broken = False
+        self.failures = 0
+        """Points in a row that the engine refused or did not end in time."""
         self._token_s = 0.0
         """Per prompt token, the least that was seen."""
 
@@ -54,7 +58,9 @@ class Prober:
             return deltas
         for delta in deltas:
             if delta.request in self._waiting:
-                self._broken = self._broken or delta.failure is not None
+                if delta.failure is not None and not self._broken:
+                    self._broken = True
+                    self.failures += 1
                 self._waiting[delta.request] = True
                 if delta.end:
                     del self._waiting[delta.request]
@@ -104,7 +110,7 @@ class Prober:
         for batch in batches:
             for length in lengths:
                 cell = batch, self._fitting(batch, length)
-                if cell not in seen:
+                if cell not in seen and (batch == 1 or batch * cell[1] * self._token_s <= AT_ONCE_S_MAX):
                     seen.add(cell)
                     yield cell
 
@@ -117,19 +123,25 @@ class Prober:
         return max(1, min(input_tokens, max(most, INPUT_TOKENS_MIN), info.max_context_len - OUTPUT_TOKENS - 1))
 
     async def point(self, batch: int, input_tokens: int, output_tokens: int = OUTPUT_TOKENS) -> list[CostPoint]:
-        """One measurement; nothing when it was abandoned or refused."""
+        """One measurement; nothing when it was abandoned, refused, or not over within ``POINT_S_MAX``."""
         assert not self._waiting, "one point at a time"
         self._broken = False
         before = self._engine.load().sums
         for _ in range(batch):
             self._ask(input_tokens, output_tokens)
-        async with asyncio.timeout(POINT_S_MAX):
-            await self._until(lambda: all(self._waiting.values()))
-            middle = self._engine.load().sums
-            await self._until(lambda: not self._waiting)
+        middle = None
+        try:
+            async with asyncio.timeout(POINT_S_MAX):
+                await self._until(lambda: all(self._waiting.values()))
+                middle = self._engine.load().sums
+                await self._until(lambda: not self._waiting)
+        except TimeoutError:
+            self.failures += 1
+            self.abandon()
         after = self._engine.load().sums
         if self._broken or before is None or middle is None or after is None:
             return []
+        self.failures = 0
         prefill, decode = sums_between(before, middle), sums_between(middle, after)
         token_s = prefill.busy_s / (batch * input_tokens)
         self._token_s = min(self._token_s or token_s, token_s)

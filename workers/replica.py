@@ -105,7 +105,7 @@ from workers.core.replica_events import (
 )
 from workers.engines.base import TEST_ENVIRONMENTS, Engine, EngineInfo, EngineRequest
 from workers.engines.factory import make_engine
-from workers.measuring import Prober
+from workers.measuring import POINT_TRIES_MAX, Prober
 from workers.spec import ReplicaSpec
 
 log = structlog.get_logger(__name__)
@@ -557,13 +557,16 @@ class Replica:
             self._measure_again = False
             for batch, tokens in prober.grid(self._measure_max):
                 points: list[CostPoint] = []
-                while not points and self._measure_max and not self._measure_again:
+                prober.failures = 0
+                while not points and self._measure_max and not self._measure_again and prober.failures < POINT_TRIES_MAX:
                     await asyncio.sleep(MEASURE_IDLE_S)
                     idle_s = time.monotonic() - self._idle_since_s
                     if not (self._core.held or self._load.running) and idle_s >= MEASURE_IDLE_S:
                         points = await prober.point(batch, tokens)
                 if points:
                     self._control.send(Measured(points=tuple(points)))
+                elif prober.failures:
+                    log.warning("a point of the costs could not be measured", batch=batch, input_tokens=tokens)
             if self._measure_max and not self._measure_again:
                 self._control.send(Measured(points=(), whole=True))
                 await asyncio.sleep(MEASURE_AGAIN_S)

@@ -7,15 +7,19 @@ here tells that apart, once for all of them and the same for streams and whole a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import msgspec
 
-from subjects.messages import Delta
+from broker.api.openai_answers import KEEP_ALIVE, AnswerHead, OpenAiWriter, detail_of
+from subjects.errors import ApiError
+from subjects.messages import Delta, Usage
 
+_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
@@ -72,6 +76,7 @@ class Closed:
 Change = Opened | Grew | Closed
 
 
+@dataclass(eq=False, slots=True)
 class AnswerParts:
     """Tells the parts of one choice apart. One part is open at a time.
 
@@ -80,19 +85,18 @@ class AnswerParts:
     object and another call or reasoning is next, or with the answer.
     """
 
-    def __init__(self, request: str) -> None:
-        self._request = request
-        self.parts: list[Part] = []
-        """All that were opened, in order."""
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self._open: Part | None = None
-        self._calls: dict[int, Part] = {}
-        self._waiting: list[tuple[Kind, str]] = []
-        """What was written while a call is open."""
-        self._held: list[Part] = []
-        """Calls that began while another is open, with what has come of them."""
-        self._logprobs: list[Any] = []
+    _request: str
+    parts: list[Part] = field(default_factory=list)
+    """All that were opened, in order."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    _open: Part | None = None
+    _calls: dict[int, Part] = field(default_factory=dict)
+    _waiting: list[tuple[Kind, str]] = field(default_factory=list)
+    """What was written while a call is open."""
+    _held: list[Part] = field(default_factory=list)
+    """Calls that began while another is open, with what has come of them."""
+    _logprobs: list[Any] = field(default_factory=list)
 
     @property
     def calls(self) -> list[Part]:
@@ -105,7 +109,7 @@ class AnswerParts:
         for delta in deltas:
             if delta.choice != 0:
                 continue
-            detail = _detail(delta.detail) if delta.detail else {}
+            detail = detail_of(delta)
             if detail:
                 self._keep_logprobs(detail)
                 reasoning = detail.get("reasoning") or detail.get("reasoning_content")
@@ -162,8 +166,7 @@ class AnswerParts:
         function = function if isinstance(function, dict) else {}
         name, arguments = function.get("name"), function.get("arguments")
         arguments = arguments if isinstance(arguments, str) else ""
-        part = self._calls.get(place)
-        if part is None:
+        if (part := self._calls.get(place)) is None:
             given = piece.get("id")
             call_id = given if isinstance(given, str) and given else f"call_{self._request}_{place}"
             part = self._calls[place] = Part(-1, Kind.CALL, name if isinstance(name, str) else "", call_id)
@@ -217,9 +220,65 @@ def _is_whole(call: Part | None) -> bool:
         return False
 
 
-def _detail(raw: bytes) -> dict[str, Any]:
-    try:
-        detail = _decode(raw)
-    except msgspec.DecodeError:
-        return {}  # A replica's mistake must not break the stream of its text.
-    return detail if isinstance(detail, dict) else {}
+class PartsWriter(ABC):
+    """Writes one answer of an API that numbers parts: either a stream, or all of it at once."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._parts = AnswerParts(head.request)
+        self._opened = False
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """The stream's events for the next deltas; the first call also opens the stream."""
+        return self._told(self._parts.add(deltas))
+
+    def quiet(self) -> bytes:
+        """What keeps a stream's connection open while nothing happens."""
+        return KEEP_ALIVE
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The last events of a stream: of the last part, and of the answer."""
+        return self._told(self._parts.end()) + self._last(usage)
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> bytes:
+        """The last events of a stream that broke."""
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage | None) -> bytes:
+        """The whole answer as JSON.
+
+        Raises:
+            ApiError: 502, the answer cannot be told in this API.
+        """
+        self._parts.add(deltas)
+        self._parts.end()
+        return _encode(self._whole(usage))
+
+    def _told(self, changes: Iterable[Change]) -> bytes:
+        opening = b"" if self._opened else self._opening()
+        self._opened = True
+        return opening + b"".join([self._changed(change) for change in changes])
+
+    @abstractmethod
+    def _opening(self) -> bytes: ...
+
+    @abstractmethod
+    def _changed(self, change: Change) -> bytes: ...
+
+    @abstractmethod
+    def _last(self, usage: Usage | None) -> bytes: ...
+
+    @abstractmethod
+    def _whole(self, usage: Usage | None) -> dict[str, Any]: ...
+
+
+AnswerWriter = OpenAiWriter | PartsWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A request as the body that the pool gets, and what writes its answer."""
+
+    body: bytes
+    writer: Callable[[AnswerHead, int], AnswerWriter]
+    """By the answer's head and the gateway's own count of the prompt's tokens."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from broker.api.answer_parts import AnswerParts, Change, Closed, Grew, Kind, Opened, Part
-from broker.api.openai_answers import KEEP_ALIVE, AnswerHead
+from broker.api.answer_parts import Change, Closed, Grew, Kind, Opened, Part, PartsWriter
+from broker.api.openai_answers import AnswerHead
 from subjects.errors import ApiError
-from subjects.messages import Delta, Usage
+from subjects.messages import Usage
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -52,73 +52,60 @@ _DELTAS = {
 
 def error_body(error: ApiError) -> bytes:
     """``{"type": "error", "error": {...}}``; the shape has no place for a field's name, so the message tells it."""
-    return _encode(_error(error))
-
-
-def _error(error: ApiError) -> dict[str, Any]:
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message
     field = OWN_NAMES.get(error.param or "", error.param)
     if field and f"'{field}'" not in message:
         message = f"{message} (in '{field}')"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return _encode({"type": "error", "error": {"type": kind, "message": message}})
 
 
 def _event(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 
-class MessageWriter:
-    """Writes one message, as a stream or whole."""
+class MessageWriter(PartsWriter):
+    """Writes one message."""
 
     def __init__(self, head: AnswerHead, input_tokens: int, stop_sequences: Sequence[str]) -> None:
-        self._head = head
+        super().__init__(head)
         self._input_tokens = input_tokens
         self._stop_sequences = stop_sequences
-        self._parts = AnswerParts(head.request)
-        self._started = False
-
-    def events(self, deltas: Sequence[Delta]) -> bytes:
-        """The events of the next deltas."""
-        changes = self._parts.add(deltas)
-        return self._start() + b"".join([_block_event(change) for change in changes])
 
     def quiet(self) -> bytes:
         """A ping, or a comment where nothing was said yet: ``message_start`` is the first event."""
-        return PING if self._started else KEEP_ALIVE
-
-    def end(self, usage: Usage | None) -> bytes:
-        """Closes the last block and the message."""
-        closing = b"".join([_block_event(change) for change in self._parts.end()])
-        stop_reason, stop_sequence = self._stop()
-        delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-        last = _event("message_delta", {"delta": delta, "usage": self._usage(usage)}) + _event("message_stop", {})
-        return self._start() + closing + last
+        return PING if self._opened else super().quiet()
 
     def fail(self, error: ApiError) -> bytes:
         """The stream ends here."""
-        return _event("error", {"error": _error(error)["error"]})
+        return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage | None) -> bytes:
-        """The message as JSON.
+    def _last(self, usage: Usage | None) -> bytes:
+        stop_reason, stop_sequence = self._stop()
+        delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+        return _event("message_delta", {"delta": delta, "usage": self._usage(usage)}) + _event("message_stop", {})
 
-        Raises:
-            ApiError: 502, the model called a tool with arguments that are no JSON object.
-        """
-        self._parts.add(deltas)
-        self._parts.end()
+    def _whole(self, usage: Usage | None) -> dict[str, Any]:
         stop_reason, stop_sequence = self._stop()
         parts = self._parts.parts
         cut = parts[-1] if parts and stop_reason != "tool_use" else None
         content = [self._block(part, cut=part is cut) for part in parts]
-        return _encode(self._message(content, stop_reason, stop_sequence, self._usage(usage)))
+        return self._message(content, stop_reason, stop_sequence, self._usage(usage))
 
-    def _start(self) -> bytes:
-        if self._started:
-            return b""
-        self._started = True
+    def _opening(self) -> bytes:
         # The engine tells its counts at the end; until then the gateway's own count of the prompt stands.
         return _event("message_start", {"message": self._message([], None, None, self._usage(None))})
+
+    def _changed(self, change: Change) -> bytes:
+        index = change.part.index
+        match change:
+            case Opened(part):
+                return _event("content_block_start", {"index": index, "content_block": _opening(part)})
+            case Grew(part, text):
+                kind, field = _DELTAS[part.kind]
+                return _DELTA_EVENT % (index, kind.encode(), field.encode(), _encode(text))
+            case Closed():
+                return _event("content_block_stop", {"index": index})
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None, usage: dict[str, int]
@@ -187,15 +174,3 @@ def _opening(part: Part) -> dict[str, Any]:
             return {"type": "thinking", "thinking": "", "signature": ""}
         case Kind.CALL:
             return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
-
-
-def _block_event(change: Change) -> bytes:
-    index = change.part.index
-    match change:
-        case Opened(part):
-            return _event("content_block_start", {"index": index, "content_block": _opening(part)})
-        case Grew(part, text):
-            kind, field = _DELTAS[part.kind]
-            return _DELTA_EVENT % (index, kind.encode(), field.encode(), _encode(text))
-        case Closed():
-            return _event("content_block_stop", {"index": index})

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from broker.api.answer_parts import Translation
 from broker.api.anthropic_answers import MessageWriter
-from broker.api.openai_answers import AnswerHead
-from broker.api.openai_bodies import MESSAGES_MAX, STOP_STRINGS_MAX, TOKENS_MAX, TOOLS_MAX, decoded
+from broker.api.openai_bodies import MESSAGES_MAX, STOP_STRINGS_MAX, TOKENS_MAX, TOOLS_MAX, decoded, given, refused
 from broker.api.tokenizing import Tokenized
 from profiles.tokenizer import ModelTokenizer
-from subjects.errors import ApiError
 from subjects.messages import Endpoint, ModelRecord
 
 PICTURES = ("image/jpeg", "image/png", "image/gif", "image/webp")
@@ -173,19 +172,7 @@ _messages_decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
 
 
-@dataclass(frozen=True, slots=True)
-class MessagesTranslation:
-    """A checked request and the chat that it became."""
-
-    chat: bytes
-    stop_sequences: tuple[str, ...]
-
-    def writer(self, head: AnswerHead, input_tokens: int) -> MessageWriter:
-        """What writes the answer."""
-        return MessageWriter(head, input_tokens, self.stop_sequences)
-
-
-def translate(raw: bytes) -> MessagesTranslation:
+def translate(raw: bytes) -> Translation:
     """The chat of a body of ``POST /v1/messages``.
 
     Raises:
@@ -194,7 +181,7 @@ def translate(raw: bytes) -> MessagesTranslation:
     body: MessagesBody = decoded(_messages_decoder, raw)[0]
     chat = _prompt(body)
     chat["max_tokens"] = body.max_tokens
-    chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    chat |= given(body, *_PASSED)
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
     if body.stream:
@@ -202,7 +189,7 @@ def translate(raw: bytes) -> MessagesTranslation:
     user = (body.metadata or {}).get("user_id")
     if isinstance(user, str):
         chat["user"] = user
-    return MessagesTranslation(_encode(chat), tuple(body.stop_sequences or ()))
+    return Translation(_encode(chat), partial(MessageWriter, stop_sequences=body.stop_sequences or ()))
 
 
 async def count_tokens(tokenized: Tokenized, raw: bytes) -> bytes:
@@ -217,7 +204,7 @@ async def count_tokens(tokenized: Tokenized, raw: bytes) -> bytes:
         for place, block in enumerate(message.content if isinstance(message.content, list) else ()):
             nested = block.content if isinstance(block.content, list) else []
             if any(each.type == "image" for each in (block, *nested)):
-                raise _refuse(f"messages[{index}].content[{place}]", "only text is counted here, no pictures")
+                raise refused(f"messages[{index}].content[{place}]", "only text is counted here, no pictures")
 
     def work(tokenizer: ModelTokenizer, record: ModelRecord) -> bytes:
         return _encode({"input_tokens": len(tokenizer.prompts(Endpoint.CHAT, chat)[0])})
@@ -256,29 +243,25 @@ def _think(thinking: ThinkingParam, chat: dict[str, Any]) -> None:
         chat["reasoning_effort"] = "none"
     elif thinking.type == "enabled":
         if thinking.budget_tokens is None:
-            raise _refuse("thinking.budget_tokens", "it must be given where thinking is enabled")
+            raise refused("thinking.budget_tokens", "it must be given where thinking is enabled")
         chat["thinking_token_budget"] = thinking.budget_tokens
 
 
 def _tool(tool: ToolParam, index: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise _refuse(f"tools[{index}].type", "only tools that the client defines and runs ('custom') are served")
+        raise refused(f"tools[{index}].type", "only tools that the client defines and runs ('custom') are served")
     if tool.input_schema is None:
-        raise _refuse(f"tools[{index}].input_schema", "it must be given")
+        raise refused(f"tools[{index}].input_schema", "it must be given")
     if tool.defer_loading:
-        raise _refuse(f"tools[{index}].defer_loading", "all tools are given to the model at once")
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
+        raise refused(f"tools[{index}].defer_loading", "all tools are given to the model at once")
+    function = {"name": tool.name, "parameters": tool.input_schema, **given(tool, "description", "strict")}
     return {"type": "function", "function": function}
 
 
 def _choose_tool(choice: ToolChoiceParam, chat: dict[str, Any]) -> None:
     if not chat.get("tools"):
         if choice.type in ("any", "tool"):
-            raise _refuse("tool_choice", "it needs 'tools'")
+            raise refused("tool_choice", "it needs 'tools'")
         return
     if choice.disable_parallel_tool_use:
         chat["parallel_tool_calls"] = False
@@ -286,7 +269,7 @@ def _choose_tool(choice: ToolChoiceParam, chat: dict[str, Any]) -> None:
         chat["tool_choice"] = {"auto": "auto", "any": "required", "none": "none"}[choice.type]
         return
     if choice.name not in {tool["function"]["name"] for tool in chat["tools"]}:
-        raise _refuse("tool_choice.name", "it must be the name of one of 'tools'")
+        raise refused("tool_choice.name", "it must be the name of one of 'tools'")
     chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
 
 
@@ -309,7 +292,7 @@ def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
             case "system":
                 messages.append({"role": "system", "content": _system_text(message.content, where)})
     if messages[-1].get("tool_calls"):
-        raise _refuse("messages", "the last message calls a tool; the result of the call must follow")
+        raise refused("messages", "the last message calls a tool; the result of the call must follow")
     for message_ in messages:
         parts = message_.get("content")
         if isinstance(parts, list) and len(parts) == 1 and parts[0]["type"] == "text":
@@ -345,7 +328,7 @@ def _add_user(messages: list[dict[str, Any]], blocks: Sequence[ContentBlock], wh
 
 def _tool_result(block: ContentBlock, where: str) -> tuple[list[str], list[dict[str, Any]]]:
     if not block.tool_use_id:
-        raise _refuse(f"{where}.tool_use_id", "it must be given")
+        raise refused(f"{where}.tool_use_id", "it must be given")
     if isinstance(block.content, str):
         return [block.content], []
     parts = [_part(each, f"{where}.content[{index}]") for index, each in enumerate(block.content or ())]
@@ -360,13 +343,13 @@ def _part(block: ContentBlock, where: str) -> dict[str, Any]:
 
 def _data_url(source: ImageSource | None, where: str) -> str:
     if source is None or source.type != "base64":
-        raise _refuse(f"{where}.type", "pictures come as 'base64' only: this service fetches none")
+        raise refused(f"{where}.type", "pictures come as 'base64' only: this service fetches none")
     if source.media_type not in PICTURES:
-        raise _refuse(f"{where}.media_type", f"it must be one of {', '.join(PICTURES)}")
+        raise refused(f"{where}.media_type", f"it must be one of {', '.join(PICTURES)}")
     try:
         binascii.a2b_base64(source.data, strict_mode=True)
     except ValueError:
-        raise _refuse(f"{where}.data", "it is not base64") from None
+        raise refused(f"{where}.data", "it is not base64") from None
     return f"data:{source.media_type};base64,{source.data}"
 
 
@@ -379,7 +362,7 @@ def _add_assistant(messages: list[dict[str, Any]], blocks: Sequence[ContentBlock
         match block.type:
             case "tool_use":
                 if not block.id or not block.name:
-                    raise _refuse(f"{here}.{'name' if block.id else 'id'}", "it must be given")
+                    raise refused(f"{here}.{'name' if block.id else 'id'}", "it must be given")
                 function = {"name": block.name, "arguments": _encode(block.input or {}).decode()}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case "thinking":
@@ -399,11 +382,7 @@ def _add_assistant(messages: list[dict[str, Any]], blocks: Sequence[ContentBlock
 
 def _text(block: ContentBlock, where: str) -> str:
     if block.type != "text":
-        raise _refuse(f"{where}.type", f"blocks of type '{block.type[:32]}' are not served here")
+        raise refused(f"{where}.type", f"blocks of type '{block.type[:32]}' are not served here")
     if block.text is None:
-        raise _refuse(f"{where}.text", "it must be given")
+        raise refused(f"{where}.text", "it must be given")
     return block.text
-
-
-def _refuse(field: str, reason: str) -> ApiError:
-    return ApiError(400, f"Invalid value for '{field}': {reason}.", param=field, code="invalid_value")

@@ -7,8 +7,7 @@ other keys (``tool_calls``, ``reasoning_content``) to the choice's ``delta`` or 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ CHOICE_KEYS = ("logprobs", "prompt_logprobs", "token_ids", "prompt_token_ids")
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
+_OBJECTS = {Endpoint.CHAT: "chat.completion", Endpoint.COMPLETIONS: "text_completion", Endpoint.EMBEDDINGS: "list"}
 _ID_PREFIX = {Endpoint.CHAT: "chatcmpl", Endpoint.COMPLETIONS: "cmpl", Endpoint.EMBEDDINGS: "embd"}
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
@@ -38,11 +38,6 @@ class AnswerHead:
     choices: int
     include_usage: bool
 
-    @classmethod
-    def now(cls, request: RequestId, endpoint: Endpoint, model: str, *, choices: int, include_usage: bool) -> AnswerHead:
-        """A head dated now."""
-        return cls(request, endpoint, model, int(time.time()), choices, include_usage)
-
     @property
     def public_id(self) -> str:
         """The id a client sees."""
@@ -58,11 +53,6 @@ def error_body(error: ApiError) -> bytes:
     return _encode({"error": fields})
 
 
-def error_event(error: ApiError) -> bytes:
-    """An error inside an open stream, and the stream's end (PAINS A6): SDKs raise instead of taking a cut text for whole."""
-    return b"data: " + error_body(error) + b"\n\n" + DONE
-
-
 # ---------------------------------------------------------------------------------------------------------------- usage
 
 
@@ -76,27 +66,27 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _detail(delta: Delta) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``(keys of the choice, keys of the choice's delta)``"""
-    if not delta.detail:
-        return {}, {}
+def detail_of(delta: Delta) -> dict[str, Any]:
+    """What text cannot carry; empty where it is no object: a replica's mistake must not break the stream of its text."""
     try:
-        detail = _decode(delta.detail)
+        detail = _decode(delta.detail) if delta.detail else {}
     except msgspec.DecodeError:
-        return {}, {}  # A replica's mistake must not break the stream of its text.
-    if not isinstance(detail, dict):
-        return {}, {}
-    return (
-        {key: value for key, value in detail.items() if key in CHOICE_KEYS},
-        {key: value for key, value in detail.items() if key not in CHOICE_KEYS},
-    )
+        return {}
+    return detail if isinstance(detail, dict) else {}
 
 
-# --------------------------------------------------------------------------------------------------------------- streams
+def _sorted_detail(delta: Delta) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``(keys of the choice, keys of the choice's delta)``"""
+    detail = detail_of(delta)
+    choice_keys = {key: detail.pop(key) for key in list(detail) if key in CHOICE_KEYS}
+    return choice_keys, detail
 
 
-class ChunkWriter:
-    """Writes the chunks of one stream as JSON: role first, contents, a finish chunk per choice, then usage if asked for."""
+# --------------------------------------------------------------------------------------------------------------- answers
+
+
+class OpenAiWriter:
+    """Writes one answer: whole, or as chunks: role first, contents, a finish chunk per choice, then usage if asked for."""
 
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
@@ -116,6 +106,23 @@ class ChunkWriter:
         self._text_open = [self._open + b'{"index":%d,' % choice + field for choice in range(head.choices)]
         self._text_close = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}' + self._close
 
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """The next deltas as server-sent events."""
+        return b"".join([_event(chunk) for delta in deltas for chunk in self.chunks(delta)])
+
+    def quiet(self) -> bytes:
+        """What keeps a stream's connection open while nothing happens."""
+        return KEEP_ALIVE
+
+    def end(self, usage: Usage | None) -> bytes:
+        """The last events of a stream."""
+        chunk = self.usage_chunk(usage)
+        return DONE if chunk is None else _event(chunk) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """An error inside an open stream, and its end (PAINS A6): SDKs raise instead of taking a cut text for whole."""
+        return _event(error_body(error)) + DONE
+
     def chunks(self, delta: Delta) -> list[bytes]:
         """The chunks of one delta; may be none."""
         chunks: list[bytes] = []
@@ -128,7 +135,7 @@ class ChunkWriter:
         if delta.text and not delta.detail and delta.finish_reason is None:
             chunks.append(self._text_open[index] + _encode(delta.text) + self._text_close)
             return chunks
-        choice_keys, delta_keys = _detail(delta)
+        choice_keys, delta_keys = _sorted_detail(delta)
         if not self._chat:
             if delta.text or choice_keys or delta.finish_reason is not None:
                 choice = {"index": index, "text": delta.text, "logprobs": None, **choice_keys, **_finish(delta)}
@@ -146,6 +153,30 @@ class ChunkWriter:
         if usage is None or not self._head.include_usage:
             return None
         return self._open + b'],"usage":' + _encode(usage_fields(usage)) + b"}"
+
+    def whole(self, deltas: Sequence[Delta], usage: Usage | None) -> bytes:
+        """The JSON of an answer that is not streamed, of all its deltas in order."""
+        head = self._head
+        body: dict[str, Any] = {
+            "id": head.public_id,
+            "object": _OBJECTS[head.endpoint],
+            "created": head.created_unix_s,
+            "model": head.model,
+        }
+        if head.endpoint is Endpoint.EMBEDDINGS:
+            told = [one for delta in deltas if delta.detail for one in _decode_embeddings(delta.detail).data]
+            vectors = {one.index: one.embedding for one in told}
+            body["data"] = [{"object": "embedding", "index": i, "embedding": vectors[i]} for i in sorted(vectors)]
+            if usage is not None:
+                body["usage"] = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+            return _encode(body)
+        choices = [_Choice() for _ in range(head.choices)]
+        for delta in deltas:
+            choices[delta.choice].add(delta)
+        body["choices"] = [choice.body(index, chat=self._chat) for index, choice in enumerate(choices)]
+        if usage is not None:
+            body["usage"] = usage_fields(usage)
+        return _encode(body)
 
     def _chat_chunk(
         self, index: int, content: dict[str, Any], choice_keys: dict[str, Any], finish: Delta | None = None
@@ -171,12 +202,8 @@ def _finish(delta: Delta) -> dict[str, Any]:
     return fields
 
 
-def as_events(chunks: Iterable[bytes]) -> bytes:
-    """Chunks as server-sent events."""
-    return b"".join([b"data: " + chunk + b"\n\n" for chunk in chunks])
-
-
-# --------------------------------------------------------------------------------------------------------- whole answers
+def _event(chunk: bytes) -> bytes:
+    return b"data: " + chunk + b"\n\n"
 
 
 @dataclass(slots=True)
@@ -185,66 +212,34 @@ class _Choice:
     keys: dict[str, Any] = field(default_factory=dict)
     message: dict[str, Any] = field(default_factory=dict)
     tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    finish: dict[str, Any] = field(default_factory=lambda: {"finish_reason": None})
 
+    def add(self, delta: Delta) -> None:
+        if delta.text:
+            self.texts.append(delta.text)
+        choice_keys, delta_keys = _sorted_detail(delta)
+        _merge_choice_keys(self.keys, choice_keys)
+        _merge_message(self, delta_keys)
+        if delta.finish_reason is not None:
+            self.finish = _finish(delta)
 
-class WholeAnswer:
-    """Gathers the deltas of an answer that is not streamed."""
-
-    def __init__(self, head: AnswerHead) -> None:
-        self._head = head
-        self._choices = [_Choice() for _ in range(head.choices)]
-
-    def add(self, deltas: Sequence[Delta]) -> None:
-        """Takes the next deltas, in order."""
-        for delta in deltas:
-            choice = self._choices[delta.choice]
-            if delta.text:
-                choice.texts.append(delta.text)
-            if delta.detail:
-                choice_keys, delta_keys = _detail(delta)
-                _merge_choice_keys(choice.keys, choice_keys)
-                _merge_message(choice, delta_keys)
-            if delta.finish_reason is not None:
-                choice.finish_reason = delta.finish_reason
-                choice.stop_reason = delta.stop_reason
-
-    def body(self, usage: Usage | None) -> bytes:
-        """The response's JSON."""
-        chat = self._head.endpoint is Endpoint.CHAT
-        body: dict[str, Any] = {
-            "id": self._head.public_id,
-            "object": "chat.completion" if chat else "text_completion",
-            "created": self._head.created_unix_s,
-            "model": self._head.model,
-            "choices": [self._choice(index, choice) for index, choice in enumerate(self._choices)],
-        }
-        if usage is not None:
-            body["usage"] = usage_fields(usage)
-        return _encode(body)
-
-    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
-        text = "".join(choice.texts)
-        fields: dict[str, Any] = {"index": index}
-        if self._head.endpoint is Endpoint.CHAT:
-            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **choice.message}
-            if choice.tool_calls:
-                message["tool_calls"] = [choice.tool_calls[place] for place in sorted(choice.tool_calls)]
+    def body(self, index: int, *, chat: bool) -> dict[str, Any]:
+        text = "".join(self.texts)
+        said: dict[str, Any] = {"text": text}
+        if chat:
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **self.message}
+            if self.tool_calls:
+                message["tool_calls"] = [self.tool_calls[place] for place in sorted(self.tool_calls)]
                 message["content"] = text or None
-            fields["message"] = message
-            _whole_logprobs(choice.keys)
-        else:
-            fields["text"] = text
-        fields |= {"logprobs": None, **choice.keys, "finish_reason": choice.finish_reason}
-        if choice.stop_reason is not None:
-            fields["stop_reason"] = choice.stop_reason
-        return fields
+            said = {"message": message}
+            _whole_logprobs(self.keys)
+        return {"index": index, **said, "logprobs": None, **self.keys, **self.finish}
 
 
 class _Embedding(msgspec.Struct, frozen=True):
     index: int
     embedding: msgspec.Raw
+    """Not parsed: the engine wrote it as the client asked."""
 
 
 class _Embeddings(msgspec.Struct, frozen=True):
@@ -252,39 +247,6 @@ class _Embeddings(msgspec.Struct, frozen=True):
 
 
 _decode_embeddings = msgspec.json.Decoder(_Embeddings).decode
-
-
-class EmbeddingAnswer:
-    """Gathers the vectors of a request for embeddings. They are not parsed: the engine wrote them as the client asked."""
-
-    def __init__(self, head: AnswerHead) -> None:
-        self._head = head
-        self._vectors: dict[int, msgspec.Raw] = {}
-
-    def add(self, deltas: Sequence[Delta]) -> None:
-        """Takes the next deltas."""
-        for delta in deltas:
-            if delta.detail:
-                for one in _decode_embeddings(delta.detail).data:
-                    self._vectors[one.index] = one.embedding
-
-    def body(self, usage: Usage | None) -> bytes:
-        """The response's JSON."""
-        body: dict[str, Any] = {
-            "id": self._head.public_id,
-            "object": "list",
-            "created": self._head.created_unix_s,
-            "model": self._head.model,
-            "data": [{"object": "embedding", "index": i, "embedding": self._vectors[i]} for i in sorted(self._vectors)],
-        }
-        if usage is not None:
-            body["usage"] = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-        return _encode(body)
-
-
-def whole_answer(head: AnswerHead) -> WholeAnswer | EmbeddingAnswer:
-    """What gathers an answer that is not streamed."""
-    return EmbeddingAnswer(head) if head.endpoint is Endpoint.EMBEDDINGS else WholeAnswer(head)
 
 
 def _merge_choice_keys(kept: dict[str, Any], new: dict[str, Any]) -> None:

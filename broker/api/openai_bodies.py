@@ -201,89 +201,54 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 class ParsedBody:
     """A checked request. ``raw`` is what the engine gets."""
 
-    endpoint: Endpoint
     raw: bytes
     fields: ChatBody | CompletionBody | EmbeddingBody
     mapping: dict[str, Any]
     """The whole body decoded, for the tokenizer and its chat template."""
+    asked: BodyFields
+    """What the request's profile takes from it."""
 
-    @property
-    def model(self) -> str:
-        """The model's name as the client wrote it."""
-        return self.fields.model
 
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is a stream of chunks."""
-        return isinstance(self.fields, CommonBody) and bool(self.fields.stream)
+def formatted(fields: BaseBody) -> bool:
+    """Whether the output must follow a format."""
+    return isinstance(fields, CommonBody) and fields.response_format is not None and fields.response_format.type != "text"
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk (PAINS J1)."""
-        if not isinstance(self.fields, CommonBody):
-            return False
-        options = self.fields.stream_options
-        return bool(self.fields.stream and options is not None and options.include_usage)
 
-    @property
-    def n(self) -> int:
-        """How many choices the client asked for."""
-        return (self.fields.n if isinstance(self.fields, CommonBody) else None) or 1
-
-    @property
-    def choices(self) -> int:
-        """How many choices the answer has: ``n`` for each prompt, prompt by prompt."""
-        return self.n * (_prompts(self.fields.prompt) if isinstance(self.fields, CompletionBody) else 1)
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The client's own bound on output tokens."""
-        if isinstance(self.fields, ChatBody) and self.fields.max_completion_tokens is not None:
-            return self.fields.max_completion_tokens
-        return self.fields.max_tokens if isinstance(self.fields, CommonBody) else None
-
-    @property
-    def tools(self) -> bool:
-        """Whether tools may be called."""
-        return isinstance(self.fields, ChatBody) and bool(self.fields.tools) and self.fields.tool_choice != "none"
-
-    @property
-    def structured(self) -> bool:
-        """Whether the output must follow a format."""
-        wanted = self.fields.response_format if isinstance(self.fields, CommonBody) else None
-        return wanted is not None and wanted.type != "text"
-
-    def profile_fields(self) -> BodyFields:
-        """What the request's profile takes from its body."""
-        fields, mapping = self.fields, self.mapping
-        if isinstance(fields, EmbeddingBody):
-            return BodyFields(model=self.model, max_tokens=0, priority=fields.priority or 0)
-        rare = not _RARE_FIELDS.isdisjoint(mapping)
-        structured = self.structured or (rare and any(mapping.get(name) for name in _STRUCTURED_FIELDS))
-        fixed = rare and (
-            any(mapping.get(name) not in (None, [], {}, "", False, 0) for name in _FIXED_FIELDS) or fields.seed is not None
-        )
-        logprobs = fields.logprobs not in (None, False) or mapping.get("prompt_logprobs") is not None
-        penalised = bool(fields.presence_penalty or fields.frequency_penalty) or fields.repetition_penalty not in (None, 1)
-        messages = fields.messages if isinstance(fields, ChatBody) else ()
-        return BodyFields(
-            model=self.model,
-            max_tokens=self.max_tokens,
-            stream=self.stream,
-            include_usage=self.include_usage,
-            temperature=1.0 if fields.temperature is None else fields.temperature,
-            top_p=1.0 if fields.top_p is None else fields.top_p,
-            n=self.n,
-            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            adapter=fields.adapter or "",
-            structured=structured,
-            tools=self.tools,
-            priority=fields.priority or 0,
-            history_turns=sum(message.role == "assistant" for message in messages),
-            continuable=not (structured or self.tools or self.choices > 1 or fixed or logprobs or penalised),
-        )
+def _asked(fields: ChatBody | CompletionBody | EmbeddingBody, mapping: dict[str, Any]) -> BodyFields:
+    if isinstance(fields, EmbeddingBody):
+        return BodyFields(model=fields.model, max_tokens=0, priority=fields.priority or 0)
+    n, max_tokens, tools, messages = fields.n or 1, fields.max_tokens, False, []
+    if isinstance(fields, ChatBody):
+        choices, messages = n, fields.messages
+        max_tokens = max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        tools = bool(fields.tools) and fields.tool_choice != "none"
+    else:
+        choices = n * _prompts(fields.prompt)
+    rare = not _RARE_FIELDS.isdisjoint(mapping)
+    structured = formatted(fields) or (rare and any(mapping.get(name) for name in _STRUCTURED_FIELDS))
+    fixed = rare and (
+        any(mapping.get(name) not in (None, [], {}, "", False, 0) for name in _FIXED_FIELDS) or fields.seed is not None
+    )
+    logprobs = fields.logprobs not in (None, False) or mapping.get("prompt_logprobs") is not None
+    penalised = bool(fields.presence_penalty or fields.frequency_penalty) or fields.repetition_penalty not in (None, 1)
+    return BodyFields(
+        model=fields.model,
+        max_tokens=max_tokens,
+        stream=bool(fields.stream),
+        include_usage=bool(fields.stream and fields.stream_options is not None and fields.stream_options.include_usage),
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        n=n,
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        adapter=fields.adapter or "",
+        structured=structured,
+        tools=tools,
+        priority=fields.priority or 0,
+        history_turns=sum(message.role == "assistant" for message in messages),
+        continuable=not (structured or tools or choices > 1 or fixed or logprobs or penalised),
+    )
 
 
 _DECODERS: dict[Endpoint, msgspec.json.Decoder[Any]] = {
@@ -292,7 +257,6 @@ _DECODERS: dict[Endpoint, msgspec.json.Decoder[Any]] = {
     Endpoint.EMBEDDINGS: msgspec.json.Decoder(EmbeddingBody),
 }
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 _decode_mapping = msgspec.json.Decoder(dict[str, Any]).decode
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
@@ -317,7 +281,7 @@ def parse_body(endpoint: Endpoint, raw: bytes) -> ParsedBody:
             _check_prompt(fields)
     if any(getattr(fields, name) is not UNSET for name in WITHHELD_FIELDS):
         raw, mapping = _withhold(raw), {name: value for name, value in mapping.items() if name not in WITHHELD_FIELDS}
-    return ParsedBody(endpoint=endpoint, raw=raw, fields=fields, mapping=mapping)
+    return ParsedBody(raw, fields, mapping, _asked(fields, mapping))
 
 
 def parse_tokenize(raw: bytes) -> tuple[TokenizeBody, dict[str, Any]]:
@@ -343,16 +307,6 @@ def parse_tokenize(raw: bytes) -> tuple[TokenizeBody, dict[str, Any]]:
     return fields, {name: value for name, value in mapping.items() if value is not None}
 
 
-def parse_detokenize(raw: bytes) -> DetokenizeBody:
-    """The checked form of a body for ``/detokenize``.
-
-    Raises:
-        ApiError: status 400.
-    """
-    body: DetokenizeBody = decoded(_detokenize_decoder, raw)[0]
-    return body
-
-
 def decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> tuple[Any, dict[str, Any]]:
     """A body as the decoder's struct, and the whole of it as plain values.
 
@@ -376,6 +330,16 @@ def decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> tuple[Any, dict[s
     return fields, mapping
 
 
+def given(fields: msgspec.Struct, *names: str) -> dict[str, Any]:
+    """Those of the named fields that are set."""
+    return {name: value for name in names if (value := getattr(fields, name)) is not None}
+
+
+def refused(field: str, reason: str) -> ApiError:
+    """The 400 for a field with a value that is not served, and why."""
+    return ApiError(400, f"Invalid value for '{field}': {reason}.", param=field, code="invalid_value")
+
+
 def _invalid_field(text: str) -> ApiError:
     path = _PATH.search(text)
     missing = _MISSING.search(text)
@@ -390,7 +354,7 @@ def _invalid_field(text: str) -> ApiError:
     reason = (text[: path.start()] if path else text)[:REASON_CHARS_MAX]  # it may quote what the client wrote
     if not where:
         return ApiError(400, f"Invalid request body: {reason}.", code="invalid_type")
-    return ApiError(400, f"Invalid value for '{where}': {reason}.", param=where, code="invalid_value")
+    return refused(where, reason)
 
 
 def _refuse(param: str, message: str) -> ApiError:
@@ -401,14 +365,14 @@ def _check_combinations(fields: ChatBody | CompletionBody) -> None:
     if fields.stream_options is not None and not fields.stream:
         raise _refuse("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is enabled.")
     if fields.stop == "" or (isinstance(fields.stop, list) and "" in fields.stop):
-        raise _refuse("stop", "Invalid value for 'stop': an empty string would stop everywhere.")
+        raise refused("stop", "an empty string would stop everywhere")
     for token in fields.logit_bias or ():
         if not token.isascii() or not token.isdigit():
-            raise _refuse("logit_bias", "Invalid value for 'logit_bias': keys must be token ids.")
+            raise refused("logit_bias", "keys must be token ids")
     if isinstance(fields, ChatBody) and fields.top_logprobs is not None and not fields.logprobs:
         raise _refuse("top_logprobs", "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.")
     if isinstance(fields, ChatBody) and isinstance(fields.tool_choice, str) and fields.tool_choice not in TOOL_CHOICES:
-        raise _refuse("tool_choice", "Invalid value for 'tool_choice': use 'none', 'auto', 'required', or name a tool.")
+        raise refused("tool_choice", "use 'none', 'auto', 'required', or name a tool")
     if isinstance(fields, ChatBody) and fields.tool_choice not in (None, "none", "auto") and not fields.tools:
         raise _refuse("tool_choice", "The 'tool_choice' parameter is only allowed when 'tools' are given.")
 
@@ -438,9 +402,9 @@ def _check_prompt(fields: CompletionBody) -> None:
     prompt = fields.prompt
     if isinstance(prompt, list):
         if len({type(one) for one in prompt}) > 1:
-            raise _refuse("prompt", "Invalid value for 'prompt': strings, token ids and lists of them cannot be mixed.")
+            raise refused("prompt", "strings, token ids and lists of them cannot be mixed")
         if not prompt or any(one == [] for one in prompt):
-            raise _refuse("prompt", "Invalid value for 'prompt': it is empty.")
+            raise refused("prompt", "it is empty")
     choices = _prompts(prompt) * (fields.n or 1)
     if choices > PROMPT_CHOICES_MAX:
         message = (
@@ -458,11 +422,11 @@ def _check_inputs(inputs: str | list[str | int | list[int]]) -> None:
     if isinstance(inputs, list):
         kinds = {type(one) for one in inputs}
         if len(kinds) > 1:
-            raise _refuse("input", "Invalid value for 'input': strings, token ids and lists of them cannot be mixed.")
+            raise refused("input", "strings, token ids and lists of them cannot be mixed")
         if kinds != {int} and len(inputs) > INPUTS_MAX:
-            raise _refuse("input", f"Invalid value for 'input': at most {INPUTS_MAX} inputs are taken in one request.")
+            raise refused("input", f"at most {INPUTS_MAX} inputs are taken in one request")
     if inputs == "" or (isinstance(inputs, list) and any(one in ("", []) for one in inputs)):
-        raise _refuse("input", "Invalid value for 'input': it is empty.")
+        raise refused("input", "it is empty")
 
 
 def _withhold(raw: bytes) -> bytes:

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from broker.api import openai_answers
-from broker.api.answer_parts import AnswerParts, Change, Closed, Grew, Kind, Opened, Part
-from broker.api.openai_answers import KEEP_ALIVE, AnswerHead
+from broker.api.answer_parts import Change, Closed, Grew, Kind, Opened, Part, PartsWriter
+from broker.api.openai_answers import AnswerHead
 from subjects.errors import ApiError
-from subjects.messages import Delta, Usage
+from subjects.messages import Usage
 
 OWN_NAMES = {
     "messages": "input",
@@ -62,57 +62,35 @@ def _named(error: ApiError) -> ApiError:
     )
 
 
-class ResponseWriter:
-    """Writes one response, as a stream or whole."""
+class ResponseWriter(PartsWriter):
+    """Writes one response."""
 
     def __init__(self, head: AnswerHead, echo: dict[str, Any]) -> None:
-        self._head = head
+        super().__init__(head)
         self._echo = echo
-        self._parts = AnswerParts(head.request)
         self._sequence = 0
-        self._started = False
-
-    def events(self, deltas: Sequence[Delta]) -> bytes:
-        """The events of the next deltas."""
-        changes = self._parts.add(deltas)
-        return self._start() + b"".join([self._changed(change) for change in changes])
-
-    def quiet(self) -> bytes:
-        """A comment."""
-        return KEEP_ALIVE
-
-    def end(self, usage: Usage | None) -> bytes:
-        """Closes the last item and the response."""
-        start = self._start()
-        closing = b"".join([self._changed(change) for change in self._parts.end()])
-        status = self._status()
-        return start + closing + self._event(f"response.{status}", {"response": self._response(status, usage)})
 
     def fail(self, error: ApiError) -> bytes:
         """The stream ends here."""
-        start = self._start()
+        start = self._told(())
         codes = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
         about = {"code": codes.get(error.status, "server_error"), "message": error.message}
         response = self._response("failed", None) | {"error": about}
         return start + self._event("response.failed", {"response": response})
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage | None) -> bytes:
-        """The response as JSON."""
-        self._parts.add(deltas)
-        self._parts.end()
-        return _encode(self._response(self._status(), usage))
+    def _last(self, usage: Usage | None) -> bytes:
+        response = self._whole(usage)
+        return self._event(f"response.{response['status']}", {"response": response})
+
+    def _whole(self, usage: Usage | None) -> dict[str, Any]:
+        return self._response(self._status(), usage)
 
     def _status(self) -> str:
         return "incomplete" if self._parts.finish_reason in INCOMPLETE else "completed"
 
-    def _start(self) -> bytes:
-        if self._started:
-            return b""
-        self._started = True
-        response = self._response("in_progress", None)
-        return self._event("response.created", {"response": response}) + self._event(
-            "response.in_progress", {"response": response}
-        )
+    def _opening(self) -> bytes:
+        about = {"response": self._response("in_progress", None)}
+        return self._event("response.created", about) + self._event("response.in_progress", about)
 
     def _event(self, name: str, fields: dict[str, Any]) -> bytes:
         body = {"type": name, "sequence_number": self._sequence, **fields}

@@ -12,16 +12,14 @@ Field by field as in OpenAI's reference (https://platform.openai.com/docs/api-re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from broker.api.openai_answers import AnswerHead
-from broker.api.openai_bodies import MESSAGES_MAX, STOP_STRINGS_MAX, TOKENS_MAX, TOOLS_MAX, decoded
+from broker.api.answer_parts import Translation
+from broker.api.openai_bodies import MESSAGES_MAX, STOP_STRINGS_MAX, TOKENS_MAX, TOOLS_MAX, decoded, given, refused
 from broker.api.responses_answers import ResponseWriter
-from subjects.errors import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -166,20 +164,7 @@ _PASSED = (
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
-@dataclass(frozen=True, slots=True)
-class ResponsesTranslation:
-    """A checked request and the chat that it became."""
-
-    chat: bytes
-    echo: dict[str, Any]
-    """The fields of the answer that repeat the request."""
-
-    def writer(self, head: AnswerHead, input_tokens: int) -> ResponseWriter:
-        """What writes the answer."""
-        return ResponseWriter(head, self.echo)
-
-
-def translate(raw: bytes) -> ResponsesTranslation:
+def translate(raw: bytes) -> Translation:
     """The chat of a body of ``POST /v1/responses``.
 
     Raises:
@@ -188,12 +173,12 @@ def translate(raw: bytes) -> ResponsesTranslation:
     body: ResponsesBody = decoded(_decoder, raw)[0]
     for name in STORED_FIELDS:
         if getattr(body, name):
-            raise _refuse(name, "this service keeps no responses; send the whole conversation in 'input'")
+            raise refused(name, "this service keeps no responses; send the whole conversation in 'input'")
     for index, name in enumerate(body.include or ()):
         if name not in INCLUDED:
-            raise _refuse(f"include[{index}]", f"it must be one of {', '.join(INCLUDED)}")
+            raise refused(f"include[{index}]", f"it must be one of {', '.join(INCLUDED)}")
     chat: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
-    chat |= {name: value for name in _PASSED if (value := getattr(body, name)) is not None}
+    chat |= given(body, *_PASSED)
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.stream:
@@ -205,19 +190,16 @@ def translate(raw: bytes) -> ResponsesTranslation:
     if body.text is not None and body.text.format is not None and body.text.format.type != "text":
         chat["response_format"] = _response_format(body.text.format)
     _add_tools(body, chat)
-    return ResponsesTranslation(_encode(chat), _echo(body))
+    echo = _echo(body)
+    return Translation(_encode(chat), lambda head, _input_tokens: ResponseWriter(head, echo))
 
 
 def _response_format(wanted: TextFormat) -> dict[str, Any]:
     if wanted.type != "json_schema":
         return {"type": wanted.type}
     if wanted.schema is None:
-        raise _refuse("text.format.schema", "it must be given")
-    schema: dict[str, Any] = {"name": wanted.name or "answer", "schema": wanted.schema}
-    if wanted.strict is not None:
-        schema["strict"] = wanted.strict
-    if wanted.description is not None:
-        schema["description"] = wanted.description
+        raise refused("text.format.schema", "it must be given")
+    schema = {"name": wanted.name or "answer", "schema": wanted.schema, **given(wanted, "strict", "description")}
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -225,18 +207,15 @@ def _add_tools(body: ResponsesBody, chat: dict[str, Any]) -> None:
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(body.tools or ()):
         if tool.type != "function":
-            raise _refuse(f"tools[{index}].type", "only tools that the client runs ('function') are served")
+            raise refused(f"tools[{index}].type", "only tools that the client runs ('function') are served")
         if tool.name is None:
-            raise _refuse(f"tools[{index}].name", "it must be given")
-        function: dict[str, Any] = {"name": tool.name}
-        for name in ("description", "parameters", "strict"):
-            if (value := getattr(tool, name)) is not None:
-                function[name] = value
+            raise refused(f"tools[{index}].name", "it must be given")
+        function = {"name": tool.name, **given(tool, "description", "parameters", "strict")}
         tools.append({"type": "function", "function": function})
     choice = _tool_choice(body.tool_choice)
     if not tools:
         if choice not in (None, "auto", "none"):
-            raise _refuse("tool_choice", "it needs 'tools'")
+            raise refused("tool_choice", "it needs 'tools'")
         return
     chat["tools"] = tools
     if choice is not None:
@@ -248,18 +227,17 @@ def _add_tools(body: ResponsesBody, chat: dict[str, Any]) -> None:
 def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(choice, dict):
         if choice.get("type") != "function":
-            raise _refuse("tool_choice.type", "it must be 'function'")
+            raise refused("tool_choice.type", "it must be 'function'")
         if not isinstance(choice.get("name"), str):
-            raise _refuse("tool_choice.name", "it must be the name of a function")
+            raise refused("tool_choice.name", "it must be the name of a function")
         return {"type": "function", "function": {"name": choice["name"]}}
     if choice not in (None, "auto", "none", "required"):
-        raise _refuse("tool_choice", "it must be 'auto', 'none', 'required' or a function")
+        raise refused("tool_choice", "it must be 'auto', 'none', 'required' or a function")
     return choice
 
 
 def _echo(body: ResponsesBody) -> dict[str, Any]:
     reasoning, wanted = body.reasoning or ReasoningConfig(), (body.text and body.text.format) or TextFormat("text")
-    given = {name: getattr(wanted, name) for name in ("name", "schema", "strict", "description")}
     return {
         "background": False,
         "instructions": body.instructions,
@@ -274,16 +252,10 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "service_tier": "default",
         "store": False,
         "temperature": body.temperature,
-        "text": {"format": {"type": wanted.type, **{name: value for name, value in given.items() if value is not None}}},
+        "text": {"format": {"type": wanted.type, **given(wanted, "name", "schema", "strict", "description")}},
         "tool_choice": body.tool_choice or "auto",
         "tools": [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
-            }
+            {"type": "function"} | {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
             for tool in body.tools or ()
         ],
         "top_logprobs": body.top_logprobs or 0,
@@ -316,7 +288,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
             case "reasoning":
                 _add_reasoning(messages, item, where)
             case other:
-                raise _refuse(f"{where}.type", f"items of type '{other[:32]}' are not served here")
+                raise refused(f"{where}.type", f"items of type '{other[:32]}' are not served here")
     return messages
 
 
@@ -324,7 +296,7 @@ def _add_message(messages: list[dict[str, Any]], item: InputItem, where: str) ->
     where = f"{where}.content"
     content = [InputContent("input_text", item.content)] if isinstance(item.content, str) else item.content
     if content is None:
-        raise _refuse(where, "it must be given")
+        raise refused(where, "it must be given")
     match item.role:
         case "user":
             parts = [_part(each, f"{where}[{place}]") for place, each in enumerate(content)]
@@ -344,13 +316,13 @@ def _add_message(messages: list[dict[str, Any]], item: InputItem, where: str) ->
             else:
                 messages.append({"role": "system", "content": text})
         case None:
-            raise _refuse(where.replace(".content", ".role"), "it must be given")
+            raise refused(where.replace(".content", ".role"), "it must be given")
 
 
 def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
     for name in ("call_id", "name"):
         if not getattr(item, name):
-            raise _refuse(f"{where}.{name}", "it must be given")
+            raise refused(f"{where}.{name}", "it must be given")
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     function = {"name": item.name, "arguments": item.arguments or "{}"}
@@ -359,16 +331,16 @@ def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
 
 def _add_output(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
     if not item.call_id:
-        raise _refuse(f"{where}.call_id", "it must be given")
+        raise refused(f"{where}.call_id", "it must be given")
     if item.output is None:
-        raise _refuse(f"{where}.output", "it must be given")
+        raise refused(f"{where}.output", "it must be given")
     text = item.output if isinstance(item.output, str) else "\n".join(_texts(item.output, f"{where}.output"))
     messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
 
 
 def _add_reasoning(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
     if item.encrypted_content:
-        raise _refuse(f"{where}.encrypted_content", "only OpenAI can read it")
+        raise refused(f"{where}.encrypted_content", "only OpenAI can read it")
     content = item.content if isinstance(item.content, list) else []
     text = "".join(part.text or "" for part in content or item.summary or ())
     if text:
@@ -379,7 +351,7 @@ def _part(content: InputContent, where: str) -> dict[str, Any]:
     if content.type != "input_image":
         return {"type": "text", "text": _text(content, where)}
     if content.image_url is None or content.image_url[:5].lower() != "data:":
-        raise _refuse(f"{where}.image_url", "pictures come as 'data:' URLs only: this service fetches none")
+        raise refused(f"{where}.image_url", "pictures come as 'data:' URLs only: this service fetches none")
     link = {"url": content.image_url}
     if content.detail in ("low", "high", "auto"):
         link["detail"] = content.detail
@@ -392,12 +364,7 @@ def _texts(contents: Sequence[InputContent], where: str) -> list[str]:
 
 def _text(content: InputContent, where: str) -> str:
     if content.type not in ("input_text", "output_text", "text", "refusal"):
-        raise _refuse(f"{where}.type", f"content of type '{content.type[:32]}' is not served here")
-    text = content.refusal if content.type == "refusal" else content.text
-    if text is None:
-        raise _refuse(f"{where}.text", "it must be given")
+        raise refused(f"{where}.type", f"content of type '{content.type[:32]}' is not served here")
+    if (text := content.refusal if content.type == "refusal" else content.text) is None:
+        raise refused(f"{where}.text", "it must be given")
     return text
-
-
-def _refuse(field: str, reason: str) -> ApiError:
-    return ApiError(400, f"Invalid value for '{field}': {reason}.", param=field, code="invalid_value")

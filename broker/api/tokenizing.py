@@ -5,16 +5,16 @@ Names and shapes are those of ``vllm serve``. No ticket is written, so a cold mo
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from broker.api.openai_bodies import TokenizeBody, parse_detokenize, parse_tokenize
+from broker.api.openai_bodies import DetokenizeBody, decoded, parse_tokenize
 from profiles.tokenizer import ModelTokenizer
 from subjects.messages import Endpoint, ModelRecord
 
 _encode = msgspec.json.Encoder().encode
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 Tokenized = Callable[[str | None, int, Callable[[ModelTokenizer, ModelRecord], bytes]], Awaitable[bytes]]
 """What the gateway lends: ``tokenized(model, body bytes, work)`` runs ``work`` with the model's own tokenizer."""
@@ -42,9 +42,13 @@ async def tokenize(tokenized: Tokenized, raw: bytes) -> bytes:
         ApiError: it is refused.
     """
     body, mapping = parse_tokenize(raw)
+    endpoint = Endpoint.COMPLETIONS if body.prompt is not None else Endpoint.CHAT
 
     def work(tokenizer: ModelTokenizer, record: ModelRecord) -> bytes:
-        return _encode(_tokenized(tokenizer, record, body, mapping))
+        (tokens,) = tokenizer.prompts(endpoint, mapping)
+        texts = tokenizer.token_strings(tokens) if body.return_token_strs else None
+        answer = TokenizeAnswer(count=len(tokens), max_model_len=record.max_context_len, tokens=tokens, token_strs=texts)
+        return _encode(answer)
 
     return await tokenized(body.model, len(raw), work)
 
@@ -55,22 +59,9 @@ async def detokenize(tokenized: Tokenized, raw: bytes) -> bytes:
     Raises:
         ApiError: it is refused.
     """
-    body = parse_detokenize(raw)
+    body: DetokenizeBody = decoded(_detokenize_decoder, raw)[0]
 
     def work(tokenizer: ModelTokenizer, record: ModelRecord) -> bytes:
         return _encode(DetokenizeAnswer(prompt=tokenizer.text(body.tokens)))
 
     return await tokenized(body.model, len(raw), work)
-
-
-def _tokenized(
-    tokenizer: ModelTokenizer, record: ModelRecord, body: TokenizeBody, mapping: Mapping[str, Any]
-) -> TokenizeAnswer:
-    endpoint = Endpoint.COMPLETIONS if body.prompt is not None else Endpoint.CHAT
-    (tokens,) = tokenizer.prompts(endpoint, mapping)
-    return TokenizeAnswer(
-        count=len(tokens),
-        max_model_len=record.max_context_len,
-        tokens=tokens,
-        token_strs=tokenizer.token_strings(tokens) if body.return_token_strs else None,
-    )

@@ -11,8 +11,20 @@ from broker.core.plan.fairness import Fairness
 from broker.core.pool.events import PublishDigest, SchedulerSettings
 from broker.core.pool.state import Demand, Pool, Presence, Replica
 from subjects.ids import ReplicaId
-from subjects.messages import Lane, ModelRecord, PoolDigest, PoolModel, PoolReplica, ReplicaState, SlaClass, TimelineEntry
+from subjects.messages import (
+    Lane,
+    ModelRecord,
+    PoolDigest,
+    PoolModel,
+    PoolReplica,
+    ReplicaState,
+    SlaClass,
+    StepCosts,
+    TimelineEntry,
+)
 
+Told = tuple[ModelRecord, Outlook, StepCosts | None]
+"""What a digest says of one model: which it is, what may be hoped for, what its steps cost."""
 DEAD_TOLD_MAX = 256
 """So many of the dead, the latest ones, are told to everybody; a successor gets all."""
 
@@ -117,9 +129,7 @@ class DigestBuilder:
         """Whether the last digest has grown old."""
         return self._published_s is None or now_s - self._published_s >= self._settings.digest_s
 
-    def build(
-        self, now_s: float, epoch: int, unix_offset_s: float, outlooks: dict[str, tuple[ModelRecord, Outlook]]
-    ) -> PublishDigest:
+    def build(self, now_s: float, epoch: int, unix_offset_s: float, outlooks: dict[str, Told]) -> PublishDigest:
         """The digest of this moment."""
         self._weights = {replica: w for replica, w in self._weights.items() if replica in self._pool.replicas}
         known, self._told = self._told, {}
@@ -137,8 +147,9 @@ class DigestBuilder:
                 class_weights=self._fairness.weights(record.deployment),
                 waiting_queues=tuple(sorted(demand.get(record.deployment, nobody).queues, key=_by_name)),
                 kv=self._pool.kv.of(record.kv_signature),
+                costs=costs,
             )
-            for name, (record, outlook) in outlooks.items()
+            for name, (record, outlook, costs) in outlooks.items()
         )
         self._published_s = now_s
         self._sequence += 1

@@ -129,7 +129,10 @@ class SchedulerCore:
                 if self.catalogue.records.get(event.record.name) != event.record:  # A watch can repeat what we know.
                     self.catalogue.apply(event.record)
             case ev.ModelRemoved():
+                removed = self.catalogue.records.get(event.name)
                 self.catalogue.remove(event.name)
+                if removed is not None and self.catalogue.of_deployment(removed.deployment) is None:
+                    self.costs.forget(removed.deployment)
             case ev.OverridesChanged():
                 self.catalogue.override(event.overrides)
                 self.pool.override(event.overrides)
@@ -413,7 +416,7 @@ class SchedulerCore:
             outlook = self.availability.outlook(now_s, speaker) if may_decide else Outlook()
             if outlook.permanent:
                 outlook = self.availability.outlook(now_s, record)  # None of them fits; each is told its own numbers.
-            outlooks[record.name] = (record, outlook)
+            outlooks[record.name] = (record, outlook, self.costs.fastest(record))
             if outlook.permanent:
                 text = f"{record.name} {outlook.refusal}"
                 self.outcomes.alert(now_s, m.Severity.WARNING, "cannot-fit", record.name, text, "carpool get devices")

@@ -19,18 +19,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from broker.api import tokenizing
-from broker.api.openai_answers import error_body, whole_answer
+from broker.api.answer_parts import Translation
+from broker.api.openai_answers import error_body
 from broker.api.openapi import document
 from broker.core.requests.admission import ModelView
-from broker.gateway.exchange import Ask, Ended, Exchange, Failed
+from broker.gateway.exchange import Ask, Exchange, Failed, unavailable
 from broker.gateway.keys import ANYONE, ApiKeys, Caller
 from broker.gateway.metrics import CONTENT_TYPE
-from broker.gateway.other_apis import OTHER_APIS, OtherApi, Translation, translated
+from broker.gateway.post_routes import NO_POST, POST_ROUTES, PostRoute
 from broker.gateway.sse_stream import SseStream
-from broker.http.cycle import CYCLE, HttpCycle
+from broker.http.cycle import CYCLE, HttpCycle, internal_error
 from subjects.errors import ApiError, place_of
-from subjects.messages import Endpoint
 
 if TYPE_CHECKING:
     from broker.gateway.gateway import Gateway
@@ -40,18 +39,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-HOT_ROUTES = {
-    "/v1/chat/completions": Endpoint.CHAT,
-    "/v1/completions": Endpoint.COMPLETIONS,
-    "/v1/embeddings": Endpoint.EMBEDDINGS,
-}
-ANSWERED_HERE: dict[str, Callable[[tokenizing.Tokenized, bytes], Awaitable[bytes]]] = {
-    "/tokenize": tokenizing.tokenize,
-    "/detokenize": tokenizing.detokenize,
-    "/v1/tokenize": tokenizing.tokenize,
-    "/v1/detokenize": tokenizing.detokenize,
-}
-"""Routes that take a body and need no model to run."""
 OPEN_ROUTES = ("/health", "/ready")
 """Answered without an API key; they tell nothing but one word."""
 BODY_READ_S_MAX = 60.0
@@ -111,100 +98,65 @@ class HttpApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         """One HTTP exchange."""
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1000})
-            return
         path: str = scope["path"]
         headers = _headers(scope)
-        other = OTHER_APIS.get(path)
+        route = POST_ROUTES.get(path, NO_POST)
         caller = ANYONE
         if self._keys is not None and path not in OPEN_ROUTES:
             # Before routing: without a key, no path tells whether it exists (PAINS O1).
             try:
-                caller = self._keys.caller(headers.get("authorization", "") if other is None else other.key(headers))
+                caller = self._keys.caller(route.key(headers))
             except ApiError as error:
-                await _send_error(send, error, other=other)
+                await _send_error(send, error, route)
                 return
-        endpoint = HOT_ROUTES.get(path) if other is None else other.endpoint
-        here = ANSWERED_HERE.get(path) if other is None else other.answer_here
-        if endpoint is None and here is None:
+        if route is NO_POST:
             await self._rest(scope, receive, send)
         elif scope["method"] != "POST":
-            await _send_error(send, _method_not_allowed(), [(b"allow", b"POST")], other)
+            await _send_error(send, _method_not_allowed(), route, [(b"allow", b"POST")])
         else:
-            watch = _Watch(scope[CYCLE])
+            cycle: HttpCycle = scope[CYCLE]
             try:
-                if endpoint is not None:
-                    await self._completion(endpoint, caller, headers, watch, send, other)
-                elif here is not None:
-                    await self._answer_here(here, headers, watch, send, other)
+                await self._post(route, caller, headers, cycle, send)
             finally:
-                self._forget_body(watch)
-                watch.stop()
+                self._forget_body(cycle)
+                cycle.on_gone = None
 
-    async def _completion(
-        self, endpoint: Endpoint, caller: Caller, headers: dict[str, str], watch: _Watch, send: Send, other: OtherApi | None
-    ) -> None:
-        translation: Translation | None = None
+    async def _post(self, route: PostRoute, caller: Caller, headers: dict[str, str], cycle: HttpCycle, send: Send) -> None:
         try:
             _check_content_type(headers)
-            body = await self._read_body(headers, watch)
-            if other is not None and other.translate is not None:
-                translation = other.translate(body)
-                body = translation.chat
+            body = await self._read_body(headers, cycle)
+            if route.answer_here is not None:
+                answer = await route.answer_here(self._gateway.tokenized, body)
+                await _send(send, 200, answer, [_JSON])
+                return
+            translation = route.translate(body)
+            ask = Ask(route.endpoint, translation.body, caller.tenant, caller.sla_class, headers)
+            exchange = await self._gateway.open(ask)
         except ApiError as error:
-            await _send_error(send, error, other=other)
+            await _send_error(send, error, route)
             return
         except _ClientGone:
             return
-        ask = Ask(endpoint=endpoint, body=body, tenant=caller.tenant, sla_class=caller.sla_class, headers=headers)
-        try:
-            exchange = await self._gateway.open(ask)
-        except ApiError as error:
-            await _send_error(send, error, other=other)
-            return
         except Exception as error:
-            log.error("a request could not be opened", error=place_of(error))
-            await _send_error(send, _internal_error(), other=other)
+            log.error("a request could not be answered", error=place_of(error))
+            await _send_error(send, internal_error(), route)
             return
-        watch.follow(exchange)
+        cycle.on_gone = exchange.leave
+        if cycle.gone:
+            exchange.leave()
         try:
-            if other is not None and translation is not None:
-                await self._translated(exchange, other, translation, send)
-            elif exchange.stream:
-                await self._stream(exchange, watch.cycle, send)
+            if exchange.stream:
+                await self._stream(exchange, translation, cycle, send, route)
             else:
-                await _whole(exchange, send)
+                await _whole(exchange, translation, send, route)
         finally:
             exchange.leave()
 
-    async def _answer_here(
-        self,
-        answer: Callable[[tokenizing.Tokenized, bytes], Awaitable[bytes]],
-        headers: dict[str, str],
-        watch: _Watch,
-        send: Send,
-        other: OtherApi | None,
-    ) -> None:
-        try:
-            _check_content_type(headers)
-            body = await answer(self._gateway.tokenized, await self._read_body(headers, watch))
-        except ApiError as error:
-            await _send_error(send, error, other=other)
-        except _ClientGone:
-            pass
-        except Exception as error:
-            log.error("a request could not be answered", error=place_of(error))
-            await _send_error(send, _internal_error(), other=other)
-        else:
-            await _send(send, 200, body, [_JSON])
-
-    async def _read_body(self, headers: dict[str, str], watch: _Watch) -> bytes:
+    async def _read_body(self, headers: dict[str, str], cycle: HttpCycle) -> bytes:
         limit = self._options.body_bytes_max
-        whole = watch.cycle.body_now()
+        whole = cycle.body_now()
         if whole is not None and len(whole) <= limit:
-            self._hold_body(watch, len(whole))
+            self._hold_body(cycle, len(whole))
             return whole
         too_large = ApiError(413, f"The request body is over the limit of {limit} bytes.", code="request_too_large")
         if whole is not None:
@@ -217,17 +169,17 @@ class HttpApp:
         try:
             async with asyncio.timeout(BODY_READ_S_MAX):
                 while True:
-                    message = await watch.cycle.receive()
+                    message = await cycle.receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientGone
                     part: bytes = message.get("body", b"")
                     size += len(part)
                     if size <= limit:
                         parts.append(part)
-                        self._hold_body(watch, len(part))
+                        self._hold_body(cycle, len(part))
                     else:
                         parts.clear()
-                        self._forget_body(watch)
+                        self._forget_body(cycle)
                         if size > DISCARDED_BYTES_MAX:
                             raise too_large
                     if not message.get("more_body", False):
@@ -238,82 +190,44 @@ class HttpApp:
             raise too_large
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _hold_body(self, watch: _Watch, size_bytes: int) -> None:
-        watch.body_bytes += size_bytes
+    def _hold_body(self, cycle: HttpCycle, size_bytes: int) -> None:
+        cycle.held_bytes += size_bytes
         self._bodies_bytes += size_bytes
         if self._bodies_bytes > self._options.bodies_bytes_max:
-            message = "This gateway holds as many bytes of requests as it takes."
-            raise ApiError(503, message, type="server_error", code="overloaded", retry_after_s=1)
+            raise unavailable("This gateway holds as many bytes of requests as it takes.", "overloaded")
 
-    def _forget_body(self, watch: _Watch) -> None:
-        self._bodies_bytes -= watch.body_bytes
-        watch.body_bytes = 0
+    def _forget_body(self, cycle: HttpCycle) -> None:
+        self._bodies_bytes -= cycle.held_bytes
+        cycle.held_bytes = 0
 
-    async def _stream(self, exchange: Exchange, cycle: HttpCycle, send: Send) -> None:
+    async def _stream(
+        self, exchange: Exchange, translation: Translation, cycle: HttpCycle, send: Send, route: PostRoute
+    ) -> None:
         """Server-sent events. Headers go out with the first output or after ``sse_open_after_s``, whichever comes first."""
         await exchange.wait(self._options.sse_open_after_s)
         if exchange.left:
             return
         end = exchange.end_if_read()
         if isinstance(end, Failed):
-            await _send_error(send, end.error, _about(exchange))
+            await _send_error(send, end.error, route, _about(exchange, route))
             return
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE + _about(exchange)})
-        await SseStream(exchange, cycle, self._options.keep_alive_s).run()
-
-    async def _translated(self, exchange: Exchange, other: OtherApi, translation: Translation, send: Send) -> None:
-        """The answer in another API's words; the same rules as for a chat."""
-        opened = False
-        options = self._options
-        try:
-            async for data, more in translated(exchange, translation, options.sse_open_after_s, options.keep_alive_s):
-                if not exchange.stream:
-                    await _send(send, 200, data, [_JSON, *_about(exchange, other)])
-                    return
-                if not opened:
-                    opened = True
-                    headers = _SSE + _about(exchange, other)
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-        except ApiError as error:
-            await _send_error(send, error, _about(exchange, other), other)
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE + _about(exchange, route)})
+        await SseStream(exchange, cycle, translation.writer, self._options.keep_alive_s).run()
 
 
-async def _whole(exchange: Exchange, send: Send) -> None:
-    deltas: list[Any] = []
-    while True:
-        piece = await exchange.next()
-        if piece is None:
-            return
-        if isinstance(piece, Failed):
-            await _send_error(send, piece.error, _about(exchange))
-            return
-        if isinstance(piece, Ended):
-            break
-        deltas.extend(piece)
-    answer = whole_answer(exchange.head)
-    answer.add(deltas)
-    body = answer.body(piece.usage)
-    await _send(send, 200, body, [_JSON, *_about(exchange)])
-
-
-class _Watch:
-    """What one request holds, and its client's disconnect."""
-
-    def __init__(self, cycle: HttpCycle) -> None:
-        self.cycle = cycle
-        self.body_bytes = 0
-        """Of the request's body, as far as it is held."""
-
-    def follow(self, exchange: Exchange) -> None:
-        """Leaves the exchange when the client goes, at once if it has gone already."""
-        self.cycle.on_gone = exchange.leave
-        if self.cycle.gone:
-            exchange.leave()
-
-    def stop(self) -> None:
-        """The exchange over HTTP has ended."""
-        self.cycle.on_gone = None
+async def _whole(exchange: Exchange, translation: Translation, send: Send, route: PostRoute) -> None:
+    if (told := await exchange.whole()) is None:
+        return
+    about = _about(exchange, route)
+    if isinstance(told, Failed):
+        await _send_error(send, told.error, route, about)
+        return
+    try:
+        answer = translation.writer(exchange.head, exchange.input_tokens).whole(*told)
+    except ApiError as error:
+        await _send_error(send, error, route, about)
+    else:
+        await _send(send, 200, answer, [_JSON, *about])
 
 
 # ---------------------------------------------------------------------------------------------------------- other routes
@@ -322,17 +236,13 @@ class _Watch:
 def _rest_of_the_routes(gateway: Gateway, all_metrics: Callable[[], Awaitable[bytes]] | None) -> Starlette:
     """What is here has its line in :mod:`broker.api.openapi` too; a test compares the two."""
 
-    async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [_model(view, state) for view, state in gateway.model_states()]})
+    def get(path: str, answer: Callable[[Request], Response]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return answer(request)
 
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        found = gateway.state_of(name)
-        if found is None:
-            raise gateway.unknown_model(name)
-        return _json(_model(*found))
+        return Route(path, endpoint)
 
-    def _model(view: ModelView, state: str) -> dict[str, Any]:
+    def model(view: ModelView, state: str) -> dict[str, Any]:
         record = view.record
         return {
             "id": view.name,
@@ -347,10 +257,10 @@ def _rest_of_the_routes(gateway: Gateway, all_metrics: Callable[[], Awaitable[by
             "task": record.task,
         }
 
-    async def health(request: Request) -> Response:
-        return _json({"status": "alive", "bus": "connected" if gateway.bus_connected else "lost"})
+    def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [model(view, state) for view, state in gateway.model_states()]})
 
-    async def ready(request: Request) -> Response:
+    def ready(request: Request) -> Response:
         reason = gateway.unready_reason()
         return _json({"status": reason or "ready"}, 503 if reason else 200)
 
@@ -358,42 +268,35 @@ def _rest_of_the_routes(gateway: Gateway, all_metrics: Callable[[], Awaitable[by
         text = gateway.metrics_text() if all_metrics is None else await all_metrics()
         return Response(text, media_type=CONTENT_TYPE)
 
-    async def pool(request: Request) -> Response:
-        return Response(msgspec.json.encode(gateway.digest), media_type="application/json")
-
-    async def openapi(request: Request) -> Response:
-        return Response(document(), media_type="application/json")
-
-    async def api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        headers = {"retry-after": str(error.retry_after_s)} if error.retry_after_s is not None else None
-        return Response(error_body(error), error.status, headers, media_type="application/json")
-
-    async def not_found(request: Request, error: Exception) -> Response:
-        return await api_error(
-            request, ApiError(404, "Unknown request URL. See /openapi.json for what is served.", code="unknown_url")
-        )
-
-    async def wrong_method(request: Request, error: Exception) -> Response:
-        response = await api_error(request, _method_not_allowed())
-        response.headers["allow"] = "GET"
-        return response
-
-    async def our_fault(request: Request, error: Exception) -> Response:
-        return await api_error(request, _internal_error())
-
+    unknown = ApiError(404, "Unknown request URL. See /openapi.json for what is served.", code="unknown_url")
     return Starlette(
         routes=[
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/health", health),
-            Route("/ready", ready),
+            get("/v1/models", models),
+            get("/v1/models/{name:path}", lambda request: _json(model(*gateway.state_of(request.path_params["name"])))),
+            get("/health", lambda _: _json({"status": "alive", "bus": "connected" if gateway.bus_connected else "lost"})),
+            get("/ready", ready),
             Route("/metrics", metrics),
-            Route("/pool", pool),
-            Route("/openapi.json", openapi),
+            get("/pool", lambda _: _json(gateway.digest)),
+            get("/openapi.json", lambda _: _json(msgspec.Raw(document()))),
         ],
-        exception_handlers={ApiError: api_error, 404: not_found, 405: wrong_method, Exception: our_fault},
+        exception_handlers={
+            ApiError: _told(),
+            404: _told(unknown),
+            405: _told(_method_not_allowed(), allow="GET"),
+            Exception: _told(internal_error()),
+        },
     )
+
+
+def _told(error: ApiError | None = None, **headers: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers with this error, or else with the one that was raised."""
+
+    async def handler(request: Request, raised: Exception) -> Response:
+        told = error or raised
+        assert isinstance(told, ApiError)
+        return Response(error_body(told), told.status, headers, media_type="application/json")
+
+    return handler
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -422,32 +325,24 @@ def _method_not_allowed() -> ApiError:
     return ApiError(405, "This method is not allowed here.", code="method_not_allowed")
 
 
-def _internal_error() -> ApiError:
-    return ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
-
-
-def _about(exchange: Exchange, other: OtherApi | None = None) -> Headers:
+def _about(exchange: Exchange, route: PostRoute) -> Headers:
     """The headers that say who answered. All values are our own ids, numbers and configured names."""
-    headers = [
-        (b"x-request-id", exchange.request.encode()),  # where OpenAI's SDKs look for it
-        (b"x-carpool-request-id", exchange.request.encode()),
-        (b"x-carpool-model", exchange.model.encode("utf-8", "replace")),
+    waited_ms = None if exchange.queue_wait_s is None else round(exchange.queue_wait_s * 1000)
+    told: list[tuple[bytes, object]] = [
+        (b"x-request-id", exchange.request),  # where OpenAI's SDKs look for it
+        (b"x-carpool-request-id", exchange.request),
+        (b"x-carpool-model", exchange.model),
+        (b"x-carpool-replica", exchange.replica),
+        (b"x-carpool-attempt", None if exchange.replica is None else exchange.attempt),
+        (b"x-carpool-queue-wait-ms", waited_ms),
+        (b"x-carpool-prefix-tokens", exchange.prefix_tokens or None),
+        (b"x-carpool-degraded-from", exchange.degraded_from or None),
+        (route.id_header, exchange.request if route.id_header else None),
     ]
-    if exchange.replica is not None:
-        headers.append((b"x-carpool-replica", exchange.replica.encode()))
-        headers.append((b"x-carpool-attempt", str(exchange.attempt).encode()))
-    if exchange.queue_wait_s is not None:
-        headers.append((b"x-carpool-queue-wait-ms", str(round(exchange.queue_wait_s * 1000)).encode()))
-    if exchange.prefix_tokens:
-        headers.append((b"x-carpool-prefix-tokens", str(exchange.prefix_tokens).encode()))
-    if exchange.degraded_from:
-        headers.append((b"x-carpool-degraded-from", exchange.degraded_from.encode("utf-8", "replace")))
-    if other is not None and other.id_header:
-        headers.append((other.id_header, exchange.request.encode()))
-    return headers
+    return [(name, str(value).encode("utf-8", "replace")) for name, value in told if value is not None]
 
 
-async def _send_error(send: Send, error: ApiError, extra: Headers | None = None, other: OtherApi | None = None) -> None:
+async def _send_error(send: Send, error: ApiError, route: PostRoute, extra: Headers | None = None) -> None:
     headers = [_JSON, *(extra or [])]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
@@ -455,8 +350,7 @@ async def _send_error(send: Send, error: ApiError, extra: Headers | None = None,
         headers.append((b"connection", b"close"))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    body = error_body(error) if other is None else other.error_body(error)
-    await _send(send, error.status, body, headers)
+    await _send(send, error.status, route.error_body(error), headers)
 
 
 async def _send(send: Send, status: int, body: bytes, headers: Headers) -> None:

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from broker.api.openai_bodies import ParsedBody
+from broker.api.openai_bodies import ParsedBody, formatted
 from broker.core.requests.admission import Wish
 from broker.gateway.exchange import Ask
 from subjects.errors import ApiError
@@ -42,9 +42,9 @@ def request_kind(ask: Ask) -> RequestKind:
 def wish_of(ask: Ask, body: ParsedBody) -> Wish:
     """What an ``auto`` request needs: tags by what its body uses and by the header ``X-Carpool-Tags: a, b``."""
     tags = [tag.strip() for tag in header(ask, "x-carpool-tags").split(",") if tag.strip()]
-    if body.tools:
+    if body.asked.tools:
         tags.append("tools")
-    if body.structured:
+    if formatted(body.fields):
         tags.append("structured")
     tier = header(ask, "x-carpool-quality-tier-min")
     if tier and not tier.isdigit():

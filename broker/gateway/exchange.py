@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from broker.api.openai_answers import AnswerHead
@@ -21,7 +21,7 @@ _DELTA_BYTES = 200
 """Counted for each delta beside its text: a flood of empty ones must count too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ask:
     """A request as it came in, with what the way in knows of its sender. Header names are lower case."""
 
@@ -52,44 +52,45 @@ class Failed:
 Piece = Sequence[Delta] | Ended | Failed
 
 
+def unavailable(message: str, code: str, retry_after_s: int | None = 1) -> ApiError:
+    """The 503 of a gateway that does not serve this now."""
+    return ApiError(503, message, type="server_error", code=code, retry_after_s=retry_after_s)
+
+
+@dataclass(eq=False, slots=True)
 class Exchange:
     """The reading side of an answer. ``next`` may be awaited by one task; ``push`` and ``close`` never block."""
 
-    def __init__(self, request: RequestId, head: AnswerHead, *, stream: bool, leave: Callable[[], None]) -> None:
-        self.request = request
-        self.head = head
-        self.stream = stream
-        self.model = head.model
-        """The model that answers; differs from the asked name for ``auto`` and after a degradation."""
-        self.degraded_from = ""
-        self.replica: ReplicaId | None = None
-        self.attempt = 0
-        self.queue_wait_s: float | None = None
-        self.prefix_tokens = 0
-        """Of the prompt that its replica is believed not to compute again; the engine's own count comes with the end."""
-        self.input_tokens = 0
-        """The gateway's own count of the prompt; the engine's comes with the end."""
-        self.on_news: Callable[[], None] | None = None
-        """For a reader without a task: called at most once per turn of the loop, when :meth:`read_now` has something."""
-        self._news_due = False
-        self._leave = leave
-        self._deltas: deque[Delta] = deque()
-        self._buffered_bytes = 0
-        self._end: Ended | Failed | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._quiet_s = math.inf
-        """In the loop's time: when the reader is to be told that there is no news."""
-        self._left = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more will be pushed."""
-        return self._end is not None
+    request: RequestId
+    head: AnswerHead
+    model: str
+    """The model that answers; differs from the asked name for ``auto`` and after a degradation."""
+    stream: bool
+    input_tokens: int
+    """The gateway's own count of the prompt; the engine's comes with the end."""
+    _leave: Callable[[], None]
+    degraded_from: str = ""
+    replica: ReplicaId | None = None
+    attempt: int = 0
+    queue_wait_s: float | None = None
+    prefix_tokens: int = 0
+    """Of the prompt that its replica is believed not to compute again; the engine's own count comes with the end."""
+    on_news: Callable[[], None] | None = None
+    """For a reader without a task: called at most once per turn of the loop, when :meth:`read_now` has something."""
+    left: bool = False
+    """Whether the client is gone."""
+    _news_due: bool = False
+    _deltas: deque[Delta] = field(default_factory=deque)
+    _buffered_bytes: int = 0
+    _end: Ended | Failed | None = None
+    _waiter: asyncio.Future[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _quiet_s: float = math.inf
+    """In the loop's time: when the reader is to be told that there is no news."""
 
     def push(self, deltas: Sequence[Delta]) -> bool:
         """Adds output; False when the reader is too far behind and the answer should be given up."""
-        if self._end is not None or self._left:
+        if self._end is not None or self.left:
             return True
         for delta in deltas:
             self._deltas.append(delta)
@@ -119,8 +120,8 @@ class Exchange:
 
     def leave(self) -> None:
         """The client is gone (or has its answer); calling again does nothing."""
-        if not self._left:
-            self._left = True
+        if not self.left:
+            self.left = True
             self.drop_buffered()
             if self._timer is not None:
                 self._timer.cancel()
@@ -129,6 +130,24 @@ class Exchange:
                 self._leave()
             self._wake()
 
+    async def whole(
+        self, quiet_s: float | None = None, on_quiet: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[list[Delta], Usage | None] | Failed | None:
+        """An answer that is no stream, and its usage; None: the client left. ``on_quiet`` comes after each ``quiet_s``."""
+        deltas: list[Delta] = []
+        while True:
+            piece = await self.next(quiet_s)
+            if isinstance(piece, Failed):
+                return piece  # Raised here, its error and this frame would hold each other.
+            if isinstance(piece, Ended):
+                return deltas, piece.usage
+            if piece is not None:
+                deltas += piece
+            elif self.left or on_quiet is None:
+                return None
+            else:
+                await on_quiet()
+
     async def next(self, timeout_s: float | None = None) -> Piece | None:
         """The next deltas or the end; None after ``timeout_s`` without news, or when the client left."""
         await self.wait(timeout_s)
@@ -136,7 +155,7 @@ class Exchange:
 
     async def wait(self, timeout_s: float | None = None) -> None:
         """Returns when there is something to read, after ``timeout_s`` without news, or when the client left."""
-        if not self._deltas and self._end is None and not self._left:
+        if not self._deltas and self._end is None and not self.left:
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
             self._quiet_s = math.inf
@@ -152,9 +171,8 @@ class Exchange:
 
     def read_now(self) -> Piece | None:
         """What :meth:`next` would return without waiting; None when it would wait, or when the client left."""
-        return self._read() if self._deltas else self._end
-
-    def _read(self) -> Sequence[Delta]:
+        if not self._deltas:
+            return self._end
         if self._buffered_bytes <= READ_BYTES_MAX or not self.stream:
             deltas = tuple(self._deltas)
             self.drop_buffered()
@@ -190,11 +208,6 @@ class Exchange:
             self._set_timer(loop)
         else:
             self._wake()
-
-    @property
-    def left(self) -> bool:
-        """Whether the client is gone."""
-        return self._left
 
     def _wake(self) -> None:
         if self._waiter is not None:

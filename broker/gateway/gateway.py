@@ -9,13 +9,15 @@ metric or a subject.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, NoReturn, TypeVar, assert_never
+from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import structlog
@@ -36,7 +38,7 @@ from broker.core.requests.admission import (
     unknown_model,
     yields_at_s,
 )
-from broker.core.requests.affinity import PromptPrefix, ReuseCosts, engine_spans, prompt_prefix, reuse_costs
+from broker.core.requests.affinity import COSTS_DEFAULT, PromptPrefix, ReuseCosts, engine_spans, prompt_prefix, reuse_costs
 from broker.core.requests.events import (
     Cancelled,
     ClientLeft,
@@ -51,7 +53,7 @@ from broker.core.requests.events import (
 )
 from broker.core.requests.events import Failed as CoreFailed
 from broker.gateway.ask_headers import header, request_kind, timeout_s_of, wish_of
-from broker.gateway.exchange import Ask, Ended, Exchange, Failed
+from broker.gateway.exchange import Ask, Ended, Exchange, Failed, unavailable
 from broker.gateway.metrics import UNRESOLVED, GatewayMetrics
 from broker.gateway.models import ModelTable
 from broker.gateway.recent_requests import RecentRequests
@@ -67,7 +69,7 @@ from subjects.bus import Bus, BusMessage, KvEntry, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, place_of
 from subjects.ids import IngressId, RequestId, Tenant, incarnated
-from subjects.messages import Endpoint, IngressTelemetry, ModelRecord, PoolDigest, RequestProfile, Usage
+from subjects.messages import Endpoint, IngressTelemetry, ModelRecord, PoolDigest, RequestProfile, StepCosts, Usage
 from subjects.tasks import Tasks
 
 TELEMETRY_EVERY_S = 0.1
@@ -84,6 +86,8 @@ OPENING_MAX = 512
 REUSE_COSTS_MAX = 4096
 """Models whose costs of reuse are kept at hand."""
 DIGEST_KEY = "digest"
+
+_CLIENT_LEFT = CoreFailed(499, "The client left.", type="invalid_request_error", code="client_left")
 
 _T = TypeVar("_T")
 log = structlog.get_logger(__name__)
@@ -149,7 +153,7 @@ class Gateway:
         self._lengths = OutputLengths()
         self._live: dict[RequestId, _Live] = {}
         self._recent = RecentRequests()
-        self._requests = 0
+        self._numbers = itertools.count(1)
         self._opening = 0
         self._telemetry_sequence = 0
         self._draining = False
@@ -241,8 +245,7 @@ class Gateway:
             entries = await self._bus.kv_entries(names.MODELS_BUCKET)
             if before == self._registry_changes:  # else the watch works, and knows better
                 for entry in entries:
-                    if self._models.is_news(entry):
-                        self._models.record_changed(entry.key, entry)
+                    self._models.record_changed(entry.key, entry, only_newer=True)
 
     # -------------------------------------------------------------------------------------------------- what is known
 
@@ -264,40 +267,31 @@ class Gateway:
         views = (*self._models.views(), *self._models.adapters())
         return [(view, self._models.state(view.record)) for view in views]
 
-    def state_of(self, name: str) -> tuple[ModelView, str] | None:
-        """The model or adapter of a name or alias, with the state of its replicas."""
-        view = self._models.resolve(name)
-        return None if view is None else (view, self._models.state(view.record))
+    def state_of(self, name: str) -> tuple[ModelView, str]:
+        """The model or adapter of a name or alias, with the state of its replicas.
 
-    def unknown_model(self, name: str) -> ApiError:
-        """The 404 for a name nobody configured."""
-        return _api_error(unknown_model(name))
+        Raises:
+            ApiError: 404, nobody configured the name.
+        """
+        view = self._models.resolve(name) or _raise(unknown_model(name))
+        return view, self._models.state(view.record)
 
-    def refresh_gauges(self) -> None:
-        """Sets what is counted by looking, right before it is read."""
+    def metrics_text(self) -> bytes:
+        """All figures of now, in Prometheus's exposition format; what is counted by looking is looked at here."""
         metrics = self.metrics
-        waiting: dict[str, int] = {view.name: 0 for view in (*self._models.views(), *self._models.adapters())}
-        running = dict(waiting)
-        for live in self._live.values():
-            counts = running if live.granted else waiting
-            counts[live.view.name] = counts.get(live.view.name, 0) + 1
-        metrics.waiting.clear()
-        metrics.running.clear()
-        for name, count in waiting.items():
-            metrics.waiting.labels(name).set(count)
-        for name, count in running.items():
-            metrics.running.labels(name).set(count)
+        known = [view.name for view in (*self._models.views(), *self._models.adapters())]
+        for gauge, granted in ((metrics.waiting, False), (metrics.running, True)):
+            counts = Counter(live.view.name for live in self._live.values() if live.granted is granted)
+            gauge.clear()
+            for name in dict.fromkeys((*known, *counts)):
+                gauge.labels(name).set(counts[name])
         metrics.kv_told(self.digest)
         metrics.in_flight.set(len(self._live))
         metrics.bus_connected.set(self._bus.connected)
         metrics.prefix_holdings.set(self.prefixes.holdings)
         if self._shell.round_trip_s is not None:
             metrics.bus_round_trip_s.set(self._shell.round_trip_s)
-
-    def metrics_text(self) -> bytes:
-        """All figures of now, in Prometheus's exposition format."""
-        self.refresh_gauges()
-        return self.metrics.text()
+        return metrics.text()
 
     # ---------------------------------------------------------------------------------------------------- a request in
 
@@ -356,15 +350,12 @@ class Gateway:
         if self._draining:
             raise _shutting_down()
         if self._opening > OPENING_MAX:
-            message = "Too many requests arrive at once. Please try again."
-            raise ApiError(503, message, type="server_error", code="overloaded", retry_after_s=1)
+            raise unavailable("Too many requests arrive at once. Please try again.", "overloaded")
         self._look_at_bus()
         if self._bus_lost_s is not None and time.monotonic() - self._bus_lost_s >= BUS_LOST_S_MAX:
-            message = "The pool's message bus is not reachable. Please try again."
-            raise ApiError(503, message, type="server_error", code="bus_unavailable", retry_after_s=2)
+            raise unavailable("The pool's message bus is not reachable. Please try again.", "bus_unavailable", 2)
         if not self._registry_read:
-            message = "The gateway is starting. Please try again."
-            raise ApiError(503, message, type="server_error", code="starting", retry_after_s=1)
+            raise unavailable("The gateway is starting. Please try again.", "starting")
 
     def _look_at_bus(self) -> None:
         if self._bus.connected:
@@ -374,20 +365,18 @@ class Gateway:
 
     async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, _Profiled]:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
-        adapter = body.fields.adapter
-        if body.model != AUTO or adapter:
-            view = await self._named(adapter or body.model, arrived_s)
-            if adapter and body.model != AUTO:  # most name an adapter as the model; here it stands beside its base (ING-3)
-                base = await self._named(body.model, arrived_s)
+        model, adapter = body.asked.model, body.fields.adapter
+        if model != AUTO or adapter:
+            view = await self._named(adapter or model, arrived_s)
+            if adapter and model != AUTO:
+                base = await self._named(model, arrived_s)  # most name an adapter as the model; here it has its base (ING-3)
                 view = self._models.adapter_of(base, adapter) or _raise(unknown_model(adapter))
             elif adapter and view.adapter is None:
                 message = f"'{view.name}' is a model and no adapter: name it in 'model'."
                 raise ApiError(400, message, param="adapter", code="invalid_value")
-            unable = task_refusal(view.record, ask.endpoint)
-            if unable is not None:
+            if (unable := task_refusal(view.record, ask.endpoint)) is not None:
                 raise _api_error(unable)
-            refusal = pool_refusal(view)
-            if refusal is not None:
+            if (refusal := pool_refusal(view)) is not None:
                 view = self._fallback_of(view) or _raise(refusal)
             return view, await self._profile(ask, body, view, arrived_s)
         wish = wish_of(ask, body)
@@ -408,14 +397,10 @@ class Gateway:
 
     def _fallback_of(self, view: ModelView) -> ModelView | None:
         """The model that a service degrades to, if it can be served now (ING-8)."""
-        if not view.record.fallback:
-            return None
         other = self._models.resolve(view.record.fallback)
         if other is None or other.record.name == view.record.name or pool_refusal(other) is not None:
             return None
-        if other.record.task is not view.record.task:
-            return None
-        return other
+        return other if other.record.task is view.record.task else None
 
     async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> _Profiled:
         record = view.record
@@ -424,7 +409,7 @@ class Gateway:
         prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
         if ask.endpoint is not Endpoint.EMBEDDINGS:
             input_tokens = max(len(prompt) for prompt in prompts)
-            refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.max_tokens)
+            refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.asked.max_tokens)
             if refusal is not None:
                 raise _api_error(refusal)
         now_s = time.monotonic()
@@ -439,19 +424,20 @@ class Gateway:
             kind=request_kind(ask),
             adapter=view.adapter,
         )
-        profile, chain = profile_and_chain(record, ask.endpoint, body.profile_fields(), prompts, context, self._lengths)
+        profile, chain = profile_and_chain(record, ask.endpoint, body.asked, prompts, context, self._lengths)
         # KV of embeddings is not kept either, so their prompts are not looked for.
         kept = record.kv_reuse and ask.endpoint is not Endpoint.EMBEDDINGS
         hashes = chain.hashes if kept and not self.prefixes.empty else []
         salt = engine_salt(chain.salt, kept=record.kv_reuse)
-        return _Profiled(profile, salt, prompt_prefix(hashes, record, self._reuse_costs(record)))
+        costs = self._reuse_costs(record, view.pool.costs if view.pool is not None else None)
+        return _Profiled(profile, salt, prompt_prefix(hashes, record, costs))
 
-    def _reuse_costs(self, record: ModelRecord) -> ReuseCosts:
+    def _reuse_costs(self, record: ModelRecord, step: StepCosts | None) -> ReuseCosts:
         known = self._reuse.get(record.name)
-        if known is None or known[0] is not record:  # its costs and its KV may be others since it was applied again
+        if known is None or known[0] is not record or known[1].step != (step or COSTS_DEFAULT):
             if len(self._reuse) >= REUSE_COSTS_MAX:
                 self._reuse.clear()
-            known = self._reuse[record.name] = record, reuse_costs(record)
+            known = self._reuse[record.name] = record, reuse_costs(record, step)
             if (spans := engine_spans(record)) is not None:
                 self.prefixes.engine_is(record.model_hash, spans)
         return known[1]
@@ -470,29 +456,23 @@ class Gateway:
 
     def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profiled: _Profiled, arrived_s: float) -> Exchange:
         profile, salt, prefix = profiled
-        request = self._next_request()
+        request = RequestId(f"{self.ingress}-{next(self._numbers)}")
         # The name the client used, alias or not; for ``auto`` and a degradation, the model that answers (PAINS J12).
-        own_name = view.is_called(body.model)
-        head = AnswerHead.now(
-            request, ask.endpoint, body.model if own_name else view.name, choices=profile.n, include_usage=body.include_usage
-        )
-        stream = body.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
+        asked = body.asked
+        own_name = view.is_called(asked.model)
+        name = asked.model if own_name else view.name
+        head = AnswerHead(request, ask.endpoint, name, int(time.time()), profile.n, asked.include_usage)
+        stream = asked.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
         if stream is not profile.stream:
             profile = msgspec.structs.replace(profile, stream=stream)
-        exchange = Exchange(request, head, stream=stream, leave=partial(self._client_left, request))
-        exchange.model = view.name
-        exchange.input_tokens = profile.input_tokens
-        if not own_name and body.model != AUTO:
-            exchange.degraded_from = body.model
+        leave = partial(self._client_left, request)
+        degraded_from = "" if own_name or asked.model == AUTO else asked.model
+        exchange = Exchange(request, head, view.name, stream, profile.input_tokens, leave, degraded_from)
         deadline_s = self._deadline_s(ask, arrived_s)
         wait_until_s = min(deadline_s, arrived_s + view.record.max_wait_s)
         live = _Live(exchange, ask, body, view, profile, salt, prefix, arrived_s, wait_until_s, deadline_s)
         self._admit(request, live)
         return exchange
-
-    def _next_request(self) -> RequestId:
-        self._requests += 1
-        return RequestId(f"{self.ingress}-{self._requests}")
 
     def _admit(self, request: RequestId, live: _Live) -> None:
         refusal = self._admission.admit(request, live.ask.tenant, live.profile.sla_class, live.view)
@@ -521,8 +501,7 @@ class Gateway:
             self._telemetry_now.set()
 
     def _client_left(self, request: RequestId) -> None:
-        live = self._live.get(request)
-        if live is not None:
+        if (live := self._live.get(request)) is not None:
             self.metrics.of(live.view.name).cancelled.inc()
             self._shell.step(ClientLeft(request))
 
@@ -530,8 +509,7 @@ class Gateway:
 
     def granted(self, grant: RecordGrant) -> None:
         """A replica has the request."""
-        live = self._live.get(grant.request)
-        if live is None:
+        if (live := self._live.get(grant.request)) is None:
             return
         self._admission.started(grant.request)
         self._recent.granted(grant.request, grant.attempt, grant.replica, grant.waited_s, prefix_tokens=grant.prefix_tokens)
@@ -548,8 +526,7 @@ class Gateway:
 
     def delivered(self, deliver: Deliver) -> None:
         """The next output of a request."""
-        live = self._live.get(deliver.request)
-        if live is None:
+        if (live := self._live.get(deliver.request)) is None:
             return
         if live.first_output_s is None:
             live.first_output_s = time.monotonic()
@@ -560,13 +537,13 @@ class Gateway:
             live.finish_reasons.append(deliver.delta.finish_reason)
         if not live.exchange.push((deliver.delta,)):
             live.exchange.drop_buffered()
-            message = "The client reads too slowly; the answer was given up."
-            self._give_up(deliver.request, live, ApiError(503, message, type="server_error", code="slow_client"))
+            error = unavailable("The client reads too slowly; the answer was given up.", "slow_client", None)
+            live.exchange.close(Failed(error))
+            self._shell.step(ClientLeft(deliver.request))
 
     def restarted(self, restart: RecordRestart) -> None:
         """The request lost its replica and waits again."""
-        live = self._live.get(restart.request)
-        if live is None:
+        if (live := self._live.get(restart.request)) is None:
             return
         live.granted = False
         self._admission.requeued(restart.request)
@@ -580,43 +557,26 @@ class Gateway:
     def ended(self, end: EndRequest) -> None:
         """The request has ended."""
         self._admission.ended(end.request)
-        self._remember(end)
-        live = self._live.pop(end.request, None)
-        if live is None:
+        usage = end.outcome.usage if isinstance(end.outcome, Finished) else None
+        failed = _CLIENT_LEFT if isinstance(end.outcome, Cancelled) else end.outcome
+        status, code = (200, "") if isinstance(failed, Finished) else (failed.status, failed.code or "")
+        tokens = usage.completion_tokens if usage is not None else None
+        self._recent.ended(end.request, time.monotonic(), status=status, code=code, output_tokens=tokens)
+        if (live := self._live.pop(end.request, None)) is None:
             return
-        match end.outcome:
-            case Finished(usage=usage):
-                self._count_end(live, "200")
-                self._learn(live, usage)
-                live.exchange.close(Ended(usage))
-            case CoreFailed() as failed:
-                if not self._degrade(live, failed):
-                    if failed.status >= 500:
-                        # Not the message: an engine's may quote the prompt.
-                        about = {"model": live.view.name, "status": failed.status, "code": failed.code}
-                        log.info("a request failed", request=end.request, **about)
-                    self._count_end(live, str(failed.status))
-                    live.exchange.close(Failed(_core_error(failed)))
-            case Cancelled():
-                self._count_end(live, "499")
-                live.exchange.close(Failed(ApiError(499, "The client left.", code="client_left")))
-            case _:
-                assert_never(end.outcome)
+        if isinstance(failed, Finished):
+            self._count_end(live, "200")
+            self._learn(live, usage)
+            live.exchange.close(Ended(usage))
+        elif not self._degrade(live, failed):
+            if status >= 500:
+                # Not the message: an engine's may quote the prompt.
+                about = {"model": live.view.name, "status": status, "code": failed.code}
+                log.info("a request failed", request=end.request, **about)
+            self._count_end(live, str(status))
+            live.exchange.close(Failed(_api_error(failed)))
         if not self._live:
             self._idle.set()
-
-    def _remember(self, end: EndRequest) -> None:
-        now_s = time.monotonic()
-        match end.outcome:
-            case Finished(usage=usage):
-                tokens = usage.completion_tokens if usage is not None else None
-                self._recent.ended(end.request, now_s, status=200, output_tokens=tokens)
-            case CoreFailed() as failed:
-                self._recent.ended(end.request, now_s, status=failed.status, code=failed.code or "")
-            case Cancelled():
-                self._recent.ended(end.request, now_s, status=499, code="client_left")
-            case _:
-                assert_never(end.outcome)
 
     def discarded(self, kind: str) -> None:
         """A message could not be decoded and was dropped (PAINS O2)."""
@@ -644,18 +604,12 @@ class Gateway:
         if live.finish_reasons and all(reason != "length" for reason in live.finish_reasons):
             self._lengths.observe(profile.model_hash, profile.tenant, profile.kind, usage.completion_tokens // profile.n)
 
-    def _give_up(self, request: RequestId, live: _Live, error: ApiError) -> None:
-        """Ends a request for a reason of the gateway's own."""
-        live.exchange.close(Failed(error))
-        self._shell.step(ClientLeft(request))
-
     def _degrade(self, live: _Live, failed: CoreFailed) -> bool:
         """Waited in vain: ask the fallback model instead of failing, and say so (ING-8)."""
         waited_in_vain = failed.status == 503 and not live.granted and time.monotonic() >= live.wait_until_s
         if not waited_in_vain or live.exchange.degraded_from or live.exchange.left or self._draining:
             return False
-        other = self._fallback_of(live.view)
-        if other is None:
+        if (other := self._fallback_of(live.view)) is None:
             return False
         self._resubmits.spawn(self._resubmit(live, other, failed))
         return True
@@ -669,7 +623,7 @@ class Gateway:
             profile, salt, prefix = await self._profile(live.ask, live.body, other, live.arrived_s)
             if exchange.left or self._draining:
                 return
-            request = self._next_request()
+            request = RequestId(f"{self.ingress}-{next(self._numbers)}")
             exchange.degrade(other.name, live.view.name, partial(self._client_left, request))
             wait_until_s = min(live.deadline_s, now_s + other.record.max_wait_s)
             again = _Live(
@@ -684,7 +638,7 @@ class Gateway:
         finally:
             if not admitted:
                 self._count_end(live, "499" if exchange.left else str(failed.status))
-                exchange.close(Failed(_core_error(failed)))
+                exchange.close(Failed(_api_error(failed)))
 
     # -------------------------------------------------------------------------------------------- registry and digest
 
@@ -740,26 +694,10 @@ def _raise(refusal: Refused) -> NoReturn:
     raise _api_error(refusal)
 
 
-def _api_error(refusal: Refused) -> ApiError:
-    return ApiError(
-        refusal.status,
-        refusal.message,
-        type=refusal.type,
-        param=refusal.param,
-        code=refusal.code,
-        retry_after_s=refusal.retry_after_s,
-    )
-
-
-def _core_error(failed: CoreFailed) -> ApiError:
-    retry_after_s = failed.retry_after_s
-    if retry_after_s is None and failed.status in (429, 503):
-        retry_after_s = 1
-    return ApiError(
-        failed.status, failed.message, type=failed.type, param=failed.param, code=failed.code, retry_after_s=retry_after_s
-    )
+def _api_error(told: Refused | CoreFailed) -> ApiError:
+    retry_after_s = 1 if told.retry_after_s is None and told.status in (429, 503) else told.retry_after_s
+    return ApiError(told.status, told.message, type=told.type, param=told.param, code=told.code, retry_after_s=retry_after_s)
 
 
 def _shutting_down() -> ApiError:
-    message = "The gateway is shutting down. Please try again."
-    return ApiError(503, message, type="server_error", code="shutting_down", retry_after_s=1)
+    return unavailable("The gateway is shutting down. Please try again.", "shutting_down")

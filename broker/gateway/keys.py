@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -58,13 +58,13 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_domains: dict[_Name, Annotated[list[_Name], Meta(min_length=1)]] = {}
 
 
+@dataclass(eq=False, slots=True)
 class ApiKeys:
     """Maps a presented key to its caller, in a time that tells nothing of how much of a key is right."""
 
-    def __init__(self, callers: dict[bytes, Caller], trust_domains: dict[Tenant, str] | None = None) -> None:
-        self._callers = callers
-        self.trust_domains: dict[Tenant, str] = trust_domains or {}
-        """By tenant, whose KV its requests may reuse; a tenant that is not in here reuses only its own."""
+    _callers: dict[bytes, Caller]
+    trust_domains: dict[Tenant, str] = field(default_factory=dict)
+    """By tenant, whose KV its requests may reuse; a tenant that is not in here reuses only its own."""
 
     @classmethod
     def of(cls, keys: dict[str, Caller]) -> ApiKeys:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from subjects.messages import PoolDigest
@@ -32,8 +35,7 @@ class GatewayMetrics:
     """One registry per gateway, so that two gateways in one process (tests) do not share counters."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        own = self.registry
+        own = self._registry = CollectorRegistry()
         self.requests = Counter(
             "carpool_requests", "Requests ended, by HTTP status.", ["model", "status", "way"], registry=own
         )
@@ -80,30 +82,20 @@ class GatewayMetrics:
         self.kv_bytes = Gauge(
             "kv_cache_bytes", "KV kept outside engines; of the whole pool.", ["model", "tier"], registry=own
         )
-        self._of: dict[str, ModelMetrics] = {}
-        self._ended: dict[tuple[str, str, str], Counter] = {}
-
-    def of(self, model: str) -> ModelMetrics:
+        self.of: Callable[[str], ModelMetrics] = cache(partial(ModelMetrics, self))
         """The series of a model of the registry."""
-        found = self._of.get(model)
-        if found is None:
-            found = self._of[model] = ModelMetrics(self, model)
-        return found
+        self._ended: Callable[[str, str, str], Counter] = cache(self.requests.labels)
 
     def ended(self, model: str, status: str, way: str) -> None:
         """A request ended with an HTTP status; it came in by ``way``."""
-        found = self._ended.get((model, status, way))
-        if found is None:
-            found = self._ended[model, status, way] = self.requests.labels(model, status, way)
-        found.inc()
+        self._ended(model, status, way).inc()
 
     def kv_told(self, digest: PoolDigest | None) -> None:
         """What the pool's last digest says of KV outside engines."""
         for gauge in (self.kv_eviction_rate, self.kv_hit_ratio, self.kv_bytes):
             gauge.clear()
         for model in digest.models if digest is not None else ():
-            kv = model.kv
-            if kv is None:
+            if (kv := model.kv) is None:
                 continue
             self.kv_eviction_rate.labels(model.name).set(kv.evictions_per_s)
             self.kv_bytes.labels(model.name, "host").set(kv.host_bytes)
@@ -113,4 +105,4 @@ class GatewayMetrics:
 
     def text(self) -> bytes:
         """The exposition format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import structlog
 
 from broker.core.pool.describe import model_state
 from broker.core.requests.admission import ModelView
+from broker.gateway.exchange import unavailable
 from profiles.deployment import decode_record
 from profiles.tokenizer import PromptTokenizer, Tokenizers
 from subjects.bus import KvEntry
@@ -30,21 +32,20 @@ class ModelTable:
 
     def __init__(self) -> None:
         self._records: dict[str, ModelRecord] = {}
-        self._others: dict[str, tuple[str, Adapter | None]] = {}
+        self._others: dict[str, tuple[ModelRecord, Adapter | None]] = {}
         self._pool: dict[DeploymentKey, PoolModel] = {}
         self._states: dict[DeploymentKey, list[ReplicaState]] = {}
         self._tokenizers = Tokenizers()
-        self._broken: dict[ModelHash, tuple[float, str]] = {}
+        self._broken: dict[ModelHash, float] = {}
+        """When its tokenizer did not load."""
 
     # ---- what is known
 
     def resolve(self, name: str) -> ModelView | None:
         """The model or adapter of that name or alias."""
-        record = self._records.get(name)
-        if record is not None:
+        if (record := self._records.get(name)) is not None:
             return self._view(record)
-        other = self._others.get(name)
-        return None if other is None else self._view(self._records[other[0]], other[1])
+        return self._view(*self._others[name]) if name in self._others else None
 
     def adapter_of(self, view: ModelView, name: str) -> ModelView | None:
         """The adapter of that name or alias of the view's model.
@@ -81,7 +82,7 @@ class ModelTable:
 
     # ---- what arrives
 
-    def record_changed(self, name: str, entry: KvEntry | None) -> None:
+    def record_changed(self, name: str, entry: KvEntry | None, *, only_newer: bool = False) -> None:
         """A change of the registry. A record that cannot be read leaves the last good one in place (PAINS N2)."""
         if entry is None:
             self._records.pop(name, None)
@@ -91,33 +92,22 @@ class ModelTable:
             except DecodeError as error:
                 log.warning("a record of the registry cannot be read", model=name, error=str(error))
                 return
+            known = self._records.get(record.name)
+            if only_newer and known is not None and known.revision >= record.revision:
+                return
             self._records[record.name] = record
         self._index()
 
-    def is_news(self, entry: KvEntry) -> bool:
-        """Whether a record of the registry is unknown here, or newer than what is known."""
-        try:
-            record = decode_record(entry.value)
-        except DecodeError:
-            return False
-        known = self._records.get(record.name)
-        return known is None or known.revision < record.revision
-
     def _index(self) -> None:
         known = {record.model_hash for record in self._records.values()}
-        self._broken = {model: broken for model, broken in self._broken.items() if model in known}
-        self._others = {}
+        self._broken = {model: at_s for model, at_s in self._broken.items() if model in known}
         records = [self._records[name] for name in sorted(self._records)]
-        for record in records:
-            for adapter in record.adapters:
-                self._others.setdefault(adapter.name, (record.name, adapter))
-        for record in records:
-            for alias in record.aliases:
-                self._others.setdefault(alias, (record.name, None))
-        for record in records:
-            for adapter in record.adapters:
-                for alias in adapter.aliases:
-                    self._others.setdefault(alias, (record.name, adapter))
+        others: list[tuple[str, ModelRecord, Adapter | None]] = [
+            *((adapter.name, record, adapter) for record in records for adapter in record.adapters),
+            *((alias, record, None) for record in records for alias in record.aliases),
+            *((alias, record, adapter) for record in records for adapter in record.adapters for alias in adapter.aliases),
+        ]
+        self._others = {name: (record, adapter) for name, record, adapter in reversed(others)}
 
     def digest_changed(self, digest: PoolDigest) -> None:
         """A new word of the scheduler."""
@@ -140,24 +130,18 @@ class ModelTable:
         Raises:
             ApiError: 503 for this model only; its tokenizer is missing or broken.
         """
-        broken = self._broken.get(record.model_hash)
-        if broken is not None and time.monotonic() < broken[0] + TOKENIZER_RETRY_S:
-            raise _broken_tokenizer(record, broken[1])
+        if time.monotonic() < self._broken.get(record.model_hash, -math.inf) + TOKENIZER_RETRY_S:
+            raise _broken_tokenizer(record)
         try:
             return self._tokenizers.get(record)
         except (CarpoolError, OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error) if isinstance(error, CarpoolError) else type(error).__name__
             log.warning("a tokenizer does not load", model=record.name, error=reason)
-            self._broken[record.model_hash] = (time.monotonic(), reason)
-            raise _broken_tokenizer(record, reason) from None
+            self._broken[record.model_hash] = time.monotonic()
+            raise _broken_tokenizer(record) from None
 
 
-def _broken_tokenizer(record: ModelRecord, reason: str) -> ApiError:
+def _broken_tokenizer(record: ModelRecord) -> ApiError:
     # The reason can hold a path, which is the operator's business: it is in the log.
-    return ApiError(
-        503,
-        f"The tokenizer of model '{record.name}' does not load; the gateway's log says why.",
-        type="server_error",
-        code="tokenizer_broken",
-        retry_after_s=round(TOKENIZER_RETRY_S),
-    )
+    message = f"The tokenizer of model '{record.name}' does not load; the gateway's log says why."
+    return unavailable(message, "tokenizer_broken", round(TOKENIZER_RETRY_S))

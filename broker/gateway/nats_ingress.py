@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 import structlog
 
-from broker.api.openai_answers import ChunkWriter, error_body, whole_answer
-from broker.gateway.exchange import Ask, Ended, Exchange, Failed
+from broker.api.openai_answers import OpenAiWriter, error_body
+from broker.gateway.exchange import Ask, Ended, Exchange, Failed, unavailable
 from broker.gateway.gateway import Gateway
+from broker.http.cycle import internal_error
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, PayloadTooLarge, place_of
 from subjects.ids import Tenant
-from subjects.messages import Delta, InferFrame, InferRequest
+from subjects.messages import InferFrame, InferRequest
 from subjects.tasks import end_tasks
 
 GROUP = "gateways"
@@ -31,14 +33,14 @@ def inbox_prefix(tenant: str) -> str:
     return f"_INBOX_{tenant}."
 
 
+@dataclass(eq=False, slots=True)
 class NatsIngress:
     """Answers requests on ``infer.<tenant>``; each one goes to a single gateway of the pool."""
 
-    def __init__(self, bus: Bus, gateway: Gateway) -> None:
-        self._bus = bus
-        self._gateway = gateway
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._subscription: Subscription | None = None
+    _bus: Bus
+    _gateway: Gateway
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _subscription: Subscription | None = None
 
     async def start(self) -> None:
         """Subscribes."""
@@ -72,7 +74,7 @@ class NatsIngress:
         exchange: Exchange | None = None
         try:
             if len(self._tasks) > REQUESTS_MAX:
-                raise ApiError(503, "Too many requests over NATS.", type="server_error", code="overloaded", retry_after_s=1)
+                raise unavailable("Too many requests over NATS.", "overloaded")
             try:
                 request = decode(payload, InferRequest)
             except DecodeError:
@@ -96,22 +98,20 @@ class NatsIngress:
             log.debug("an answer over NATS was cut off", error=str(error))
         except Exception as error:
             log.error("a request over NATS failed", error=place_of(error))
-            await answer.fail(
-                ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
-            )
+            await answer.fail(internal_error())
         finally:
             # Core NATS does not tell when a requester is gone; its request is bounded by its deadline.
             if exchange is not None:
                 exchange.leave()
 
 
+@dataclass(eq=False, slots=True)
 class _Answer:
     """Numbers and sends the frames of one answer."""
 
-    def __init__(self, bus: Bus, reply: str) -> None:
-        self._bus = bus
-        self._reply = reply
-        self._sequence = 0
+    _bus: Bus
+    _reply: str
+    _sequence: int = 0
 
     async def send(self, body: bytes, *, status: int = 200, last: bool = False) -> None:
         frame = InferFrame(sequence=self._sequence, status=status, body=body, last=last)
@@ -126,15 +126,14 @@ class _Answer:
 
 
 async def _stream(exchange: Exchange, answer: _Answer) -> None:
-    writer: ChunkWriter | None = None
+    writer: OpenAiWriter | None = None
     while True:
-        piece = await exchange.next(KEEP_ALIVE_S)
-        if piece is None:
+        if (piece := await exchange.next(KEEP_ALIVE_S)) is None:
             await answer.send(b"")
             continue
         if isinstance(piece, Failed):
             raise piece.error
-        writer = writer or ChunkWriter(exchange.head)
+        writer = writer or OpenAiWriter(exchange.head)
         if isinstance(piece, Ended):
             await answer.send(writer.usage_chunk(piece.usage) or b"", last=True)
             return
@@ -144,21 +143,12 @@ async def _stream(exchange: Exchange, answer: _Answer) -> None:
 
 
 async def _whole(exchange: Exchange, answer: _Answer) -> None:
-    deltas: list[Delta] = []
-    while True:
-        piece = await exchange.next(KEEP_ALIVE_S)
-        if piece is None:
-            await answer.send(b"")
-        elif isinstance(piece, Failed):
-            raise piece.error
-        elif isinstance(piece, Ended):
-            break
-        else:
-            deltas.extend(piece)
-    whole = whole_answer(exchange.head)
-    whole.add(deltas)
+    told = await exchange.whole(KEEP_ALIVE_S, lambda: answer.send(b""))
+    assert told is not None, "only its own answer leaves an exchange over NATS"
+    if isinstance(told, Failed):
+        raise told.error
     try:
-        await answer.send(whole.body(piece.usage), last=True)
+        await answer.send(OpenAiWriter(exchange.head).whole(*told), last=True)
     except PayloadTooLarge:
         message = "The answer is larger than the bus takes in one message; ask for a stream."
         raise ApiError(500, message, type="server_error", code="answer_too_large") from None

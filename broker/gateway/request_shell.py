@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Sequence
-from typing import Protocol, assert_never
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, assert_never
 
 import structlog
 
@@ -53,53 +52,39 @@ from subjects.ids import IngressId, ModelKey, RequestId, model_key
 from subjects.messages import Claim, Frames, ModelDemand
 from subjects.tasks import Tasks
 
+if TYPE_CHECKING:
+    from broker.gateway.gateway import Gateway
+
 ROUND_TRIP_EVERY_S = 0.2
 ROUND_TRIP_TIMEOUT_S = 1.0
 QUEUE_CHECK_EVERY_S = 1.0
 BUS_RETRY_S = 0.5
+_NOT_STORED: dict[type[BusError], NotStoredReason] = {
+    QueueFull: NotStoredReason.QUEUE_FULL,
+    QueueMissing: NotStoredReason.QUEUE_MISSING,
+    RequestTimeout: NotStoredReason.TIMEOUT,
+}
 
 log = structlog.get_logger(__name__)
-
-
-class RequestSink(Protocol):
-    """Who hears of the requests. Methods are called inside a step, in order, and must not raise; they may submit events."""
-
-    def granted(self, grant: RecordGrant) -> None:
-        """A replica has the request."""
-
-    def delivered(self, deliver: Deliver) -> None:
-        """The next output of a request."""
-
-    def restarted(self, restart: RecordRestart) -> None:
-        """The request lost its replica and waits again."""
-
-    def ended(self, end: EndRequest) -> None:
-        """The request has ended."""
-
-    def discarded(self, kind: str) -> None:
-        """A message could not be decoded and was dropped."""
-
-    def broke(self, error: BaseException) -> None:
-        """A part that must run as long as the shell has ended: nothing works as it should from here on."""
 
 
 class RequestShell:
     """Connects one :class:`RequestCore` to one bus."""
 
     def __init__(
-        self, bus: Bus, ingress: IngressId, sink: RequestSink, *, queue_shards: int = 1, prefixes: PrefixIndex | None = None
+        self, bus: Bus, ingress: IngressId, gateway: Gateway, *, queue_shards: int = 1, prefixes: PrefixIndex | None = None
     ) -> None:
-        """``prefixes`` is for the core to read."""
+        """``gateway`` hears of its requests inside a step: it may submit events, not raise. The core reads ``prefixes``."""
         self._bus = bus
         self._ingress = ingress
-        self._sink = sink
+        self._gateway = gateway
         self._shards = queue_shards
         self._core = RequestCore(ingress, prefixes=prefixes)
         self._events: deque[RequestEvent] = deque()
         self._stepping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
-        self._loops = Tasks(sink.broke)
+        self._loops = Tasks(gateway.broke)
         self._tasks = Tasks(lambda error: log.error("a task of the gateway failed", error=place_of(error)))
         self._ensuring_queue = False
         self._unheard = names.all_unheard(ingress).removesuffix("*.*")
@@ -154,13 +139,13 @@ class RequestShell:
     def _do(self, command: RequestCommand) -> None:
         match command:
             case Deliver():
-                self._sink.delivered(command)
+                self._gateway.delivered(command)
             case HandOver():
                 self._hand_over(command)
             case RecordGrant():
-                self._sink.granted(command)
+                self._gateway.granted(command)
             case EndRequest():
-                self._sink.ended(command)
+                self._gateway.ended(command)
             case SendBack():
                 self._post(names.back(command.replica), encode(command.back))
             case PublishTicket():
@@ -172,7 +157,7 @@ class RequestShell:
             case DeleteTicket():
                 self._tasks.spawn(self._delete(command))
             case RecordRestart():
-                self._sink.restarted(command)
+                self._gateway.restarted(command)
             case EnsureQueue():
                 self._tasks.spawn(self._ensure_queue())
             case _:
@@ -199,14 +184,8 @@ class RequestShell:
                 message_id=command.message_id,
                 ttl_s=command.ttl_s,
             )
-        except QueueFull:
-            self.step(TicketNotStored(*about, NotStoredReason.QUEUE_FULL))
-        except QueueMissing:
-            self.step(TicketNotStored(*about, NotStoredReason.QUEUE_MISSING))
-        except RequestTimeout:
-            self.step(TicketNotStored(*about, NotStoredReason.TIMEOUT))
-        except BusError:
-            self.step(TicketNotStored(*about, NotStoredReason.BUS_UNAVAILABLE))
+        except BusError as error:
+            self.step(TicketNotStored(*about, _NOT_STORED.get(type(error), NotStoredReason.BUS_UNAVAILABLE)))
         else:
             self.step(TicketStored(*about, stored))
 
@@ -252,7 +231,7 @@ class RequestShell:
         try:
             claim = decode(message.payload, Claim)
         except DecodeError:
-            self._sink.discarded("claim")
+            self._gateway.discarded("claim")
             return
         self._claims += 1
         token = self._claims
@@ -264,7 +243,7 @@ class RequestShell:
         try:
             frames = decode(message.payload, Frames)
         except DecodeError:
-            self._sink.discarded("frames")
+            self._gateway.discarded("frames")
             return
         self.step(FramesReceived(frames))
 
@@ -287,19 +266,16 @@ class RequestShell:
     async def _check_queues(self) -> None:
         while True:
             await asyncio.sleep(QUEUE_CHECK_EVERY_S)
-            for models in self._by_shard(self._core.waiting_models()):
+            shards: defaultdict[int, list[ModelKey]] = defaultdict(list)
+            for model in self._core.waiting_models():
+                shards[names.queue_shard(model, self._shards)].append(model)
+            for models in shards.values():
                 try:
                     created = await self._bus.queue_created(models[0])
                 except BusError:
                     continue
                 for model in models:
                     self.step(QueueChecked(model, created))
-
-    def _by_shard(self, models: Sequence[ModelKey]) -> list[list[ModelKey]]:
-        shards: dict[int, list[ModelKey]] = {}
-        for model in models:
-            shards.setdefault(names.queue_shard(model, self._shards), []).append(model)
-        return list(shards.values())
 
     # -------------------------------------------------------------------------------------------------------------- time
 

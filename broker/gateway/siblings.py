@@ -33,14 +33,14 @@ class Place:
         return self.directory / f"{index}.sock"
 
 
+@dataclass(eq=False, slots=True)
 class Siblings:
     """Answers the other processes, and asks them."""
 
-    def __init__(self, place: Place, own_text: Callable[[], bytes]) -> None:
-        """``own_text`` gives this process's figures in Prometheus's exposition format."""
-        self._place = place
-        self._own_text = own_text
-        self._server: asyncio.Server | None = None
+    _place: Place
+    _own_text: Callable[[], bytes]
+    """This process's figures in Prometheus's exposition format."""
+    _server: asyncio.Server | None = None
 
     async def start(self) -> None:
         """Begins to answer; the socket of a process that was killed is taken over."""

@@ -7,8 +7,10 @@ calls back once per turn of the event loop in which something came; all of it is
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from broker.api.openai_answers import DONE, KEEP_ALIVE, ChunkWriter, as_events, error_event
+from broker.api.answer_parts import AnswerWriter
+from broker.api.openai_answers import KEEP_ALIVE, AnswerHead
 from broker.gateway.exchange import Ended, Exchange, Failed
 from broker.http.cycle import HttpCycle
 
@@ -16,12 +18,15 @@ from broker.http.cycle import HttpCycle
 class SseStream:
     """Writes what an exchange brings to a cycle whose head is given already."""
 
-    def __init__(self, exchange: Exchange, cycle: HttpCycle, keep_alive_s: float) -> None:
-        """A comment goes out after ``keep_alive_s`` of silence, so that proxies keep the connection (PAINS A9)."""
+    def __init__(
+        self, exchange: Exchange, cycle: HttpCycle, writer: Callable[[AnswerHead, int], AnswerWriter], keep_alive_s: float
+    ) -> None:
+        """``writer`` as in a translation. Silence ends after ``keep_alive_s``: proxies cut silent connections (PAINS A9)."""
         self._exchange = exchange
         self._cycle = cycle
         self._keep_alive_s = keep_alive_s
-        self._writer = ChunkWriter(exchange.head)
+        self._make_writer = writer
+        self._writer: AnswerWriter | None = None
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._written_s = self._loop.time()
@@ -54,23 +59,16 @@ class SseStream:
     def _write_next(self) -> bool:
         """Writes what is there in one go; False when nothing was."""
         exchange = self._exchange
-        piece = exchange.read_now()
-        if piece is None:
+        if (piece := exchange.read_now()) is None:
             if exchange.left:
                 self._over.set_result(None)
             return False
-        data = b""
-        end: Ended | Failed | None
-        if isinstance(piece, Ended | Failed):
-            end = piece
-        else:
-            data = as_events([chunk for delta in piece for chunk in self._writer.chunks(delta)])
-            end = exchange.end_if_read()  # often it came with the last deltas
-        if isinstance(end, Ended):
-            usage = self._writer.usage_chunk(end.usage)
-            data += (as_events([usage]) if usage is not None else b"") + DONE
-        elif isinstance(end, Failed):
-            data += error_event(end.error)
+        # Not before there is news: until then the model may still be another one.
+        writer = self._writer = self._writer or self._make_writer(exchange.head, exchange.input_tokens)
+        data = b"" if isinstance(piece, Ended | Failed) else writer.events(piece)
+        end = exchange.end_if_read()  # often it came with the last deltas
+        if end is not None:
+            data += writer.end(end.usage) if isinstance(end, Ended) else writer.fail(end.error)
         if data:
             self._cycle.write(data, more=end is None)
             self._written_s = self._loop.time()
@@ -84,5 +82,5 @@ class SseStream:
         if now_s - self._written_s >= self._keep_alive_s:
             self._written_s = now_s
             if not self._cycle.write_paused:
-                self._cycle.write(KEEP_ALIVE, more=True)
+                self._cycle.write(KEEP_ALIVE if self._writer is None else self._writer.quiet(), more=True)
         self._timer = self._loop.call_at(self._written_s + self._keep_alive_s, self._on_timer)

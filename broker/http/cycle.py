@@ -6,6 +6,7 @@ import asyncio
 import functools
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +45,11 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 log = structlog.get_logger(__name__)
 
 
+def internal_error() -> ApiError:
+    """The 500 for what nobody foresaw."""
+    return ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
+
+
 @functools.cache
 def status_line(status: int) -> bytes:
     """The first line of an answer."""
@@ -54,57 +60,36 @@ def status_line(status: int) -> bytes:
     return f"HTTP/1.1 {status} {phrase}\r\n".encode()
 
 
+@dataclass(eq=False, slots=True)
 class HttpCycle:
     """One request and its answer: ASGI's two functions, and what they cannot say."""
 
-    __slots__ = (
-        "_body_ended",
-        "_body_given",
-        "_chunked",
-        "_complete",
-        "_expects",
-        "_head",
-        "_news",
-        "_parts",
-        "_protocol",
-        "_scope",
-        "_transport",
-        "begun",
-        "gone",
-        "keep_alive",
-        "on_gone",
-        "on_writable",
-        "parts_bytes",
-        "task",
-    )
-
-    def __init__(
-        self, protocol: HttpProtocol, transport: asyncio.Transport, scope: Message, *, keep_alive: bool, expects: bool
-    ) -> None:
-        self.keep_alive = keep_alive
-        self.gone = False
-        """The client has left before its answer was complete."""
-        self.on_gone: Callable[[], None] | None = None
-        """Called in the moment when the client leaves."""
-        self.on_writable: Callable[[], None] | None = None
-        """Called when :attr:`write_paused` ends."""
-        self.task: asyncio.Task[None] | None = None
-        self._protocol = protocol
-        self._transport = transport
-        self._scope = scope
-        self._expects = expects
-        self._parts: list[bytes] = []
-        self.parts_bytes = 0
-        """Of the body: what is here and not taken yet."""
-        self._body_ended = False
-        self._body_given = False
-        self._news: asyncio.Future[None] | None = None
-        self._head: tuple[int, Iterable[tuple[bytes, bytes]]] | None = None
-        """Held back until the first bytes of the body, so that both are one write."""
-        self.begun = False
-        """Whether something of the answer is written."""
-        self._complete = False
-        self._chunked = False
+    _protocol: HttpProtocol
+    _transport: asyncio.Transport
+    _scope: Message
+    keep_alive: bool
+    _expects: bool
+    gone: bool = False
+    """The client has left before its answer was complete."""
+    on_gone: Callable[[], None] | None = None
+    """Called in the moment when the client leaves."""
+    on_writable: Callable[[], None] | None = None
+    """Called when :attr:`write_paused` ends."""
+    task: asyncio.Task[None] | None = None
+    _parts: list[bytes] = field(default_factory=list)
+    parts_bytes: int = 0
+    """Of the body: what is here and not taken yet."""
+    held_bytes: int = 0
+    """Of the body: what the application has taken and still holds; it counts this itself."""
+    _body_ended: bool = False
+    _body_given: bool = False
+    _news: asyncio.Future[None] | None = None
+    _head: tuple[int, Iterable[tuple[bytes, bytes]]] | None = None
+    """Held back until the first bytes of the body, so that both are one write."""
+    begun: bool = False
+    """Whether something of the answer is written."""
+    _complete: bool = False
+    _chunked: bool = False
 
     # ----------------------------------------------------------------------------------------- beside ASGI, for the app
 
@@ -221,9 +206,7 @@ class HttpCycle:
         if self.begun:
             self._protocol.close()
             return
-        body = self._protocol.app.error_body(
-            ApiError(500, "The gateway failed on this request.", type="server_error", code="internal_error")
-        )
+        body = self._protocol.app.error_body(internal_error())
         self._head = (500, [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())])
         self.keep_alive = False
         self.write(body, more=False)

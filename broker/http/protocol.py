@@ -249,7 +249,9 @@ class HttpProtocol(asyncio.Protocol):
             self.drop_s = self.loop.time() + HEAD_S_MAX
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._header_bytes += len(url)
+        if self._header_bytes > HEADER_BYTES_MAX:
+            raise _TooMuch
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -286,7 +288,7 @@ class HttpProtocol(asyncio.Protocol):
             "headers": self._headers,
         }
         keep_alive = version != "1.0" and parser.should_keep_alive() and not self._shutting_down
-        cycle = scope[CYCLE] = HttpCycle(self, transport, scope, keep_alive=keep_alive, expects=self._expects)
+        cycle = scope[CYCLE] = HttpCycle(self, transport, scope, keep_alive, self._expects)
         self._reading = cycle
         if self._running is None:
             self._start(cycle)
@@ -311,11 +313,6 @@ class HttpProtocol(asyncio.Protocol):
             self._unsent_bytes = 0
         cycle.task = self.loop.create_task(cycle.run(self.app))
         self.state.tasks.add(cycle.task)
-
-    def _count(self, size: int) -> None:
-        self._header_bytes += size
-        if self._header_bytes > HEADER_BYTES_MAX:
-            raise _TooMuch
 
     def _refuse(self, message: str) -> None:
         """What comes is no HTTP: said behind the answers to what came before it."""

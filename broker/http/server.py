@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 
 import structlog
 import uvicorn
@@ -151,11 +151,6 @@ class HttpServer:
     def busy(self) -> int:
         """Exchanges that are under way."""
         return len(self._server.server_state.tasks)
-
-    @property
-    def connections(self) -> Collection[HttpProtocol]:
-        """Those that are open now."""
-        return self._server.server_state.connections  # type: ignore[return-value] # uvicorn names its own protocols only
 
     async def start(self) -> None:
         """Returns when connections are accepted."""

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import structlog
 
+from broker.core.pool.events import SchedulerEvent
 from profiles.registry import Registry
-from subjects.bus import Bus, Subscription
-from subjects.errors import BusError, ConfigError, place_of
+from subjects.bus import Bus, KvEntry, Subscription
+from subjects.errors import BusError, ConfigError, DecodeError, place_of
 from subjects.tasks import Tasks
 
 RETRY_S = 0.5
@@ -20,16 +21,27 @@ _T = TypeVar("_T")
 log = structlog.get_logger(__name__)
 
 
+def readable(entry: KvEntry | None, read: Callable[[bytes], _T]) -> _T | None:
+    """A bucket's value; None where there is none, or none that can be read."""
+    try:
+        return read(entry.value) if entry is not None else None
+    except DecodeError as error:
+        log.warning("a value of a bucket cannot be read", key=entry.key if entry is not None else "", error=str(error))
+        return None
+
+
 def _tasks() -> Tasks:
     return Tasks(lambda error: log.error("a task of what is kept in the bucket failed", error=place_of(error)))
 
 
 @dataclass(eq=False, slots=True)
 class BucketSync:
-    """One bucket, and its mirror in the scheduler's SQLite file."""
+    """One bucket, and its mirror in the scheduler's SQLite file; the scheduler hears of changes as events."""
 
     _bus: Bus
     _registry: Registry
+    _step: Callable[[SchedulerEvent], None]
+    leads: Callable[[], bool]
     _watch: Subscription | None = field(default=None, init=False)
     _tasks: Tasks = field(default_factory=_tasks, init=False)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)

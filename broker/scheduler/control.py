@@ -6,17 +6,18 @@ request, in this order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 import structlog
 
-from broker.core.pool.describe import model_state
+from broker.core.pool.events import ProfileAsked, SchedulerEvent, UnloadRequested
 from broker.core.pool.journal import TransactionLog
 from broker.core.pool.state import Demand, Device, Presence
 from broker.core.scheduler import SchedulerCore
-from broker.scheduler.explain import explain_model, explain_transaction
+from broker.scheduler.explain import explain_model, explain_transaction, living, state_of
 from broker.scheduler.kv_control import KvControl
 from broker.scheduler.operator_verbs import People, adapter_base
 from broker.scheduler.registry_sync import RegistrySync
@@ -46,10 +47,7 @@ class Control:
     _kv: KvControl
     _transactions: TransactionLog
     _twu: DeviceTwu
-    now_s: Callable[[], float]
-    unix_offset_s: Callable[[], float]
-    unload: Callable[[str], None]
-    profile: Callable[[ModelRecord, float, int], None]
+    step: Callable[[SchedulerEvent], None]
 
     @property
     def _verbs(self) -> Verbs:
@@ -112,9 +110,9 @@ class Control:
 
     async def _unload_model(self, argument: OfModel) -> Row:
         record = self._people.model(argument.model)
-        replicas = [r for r in self._core.pool.replicas_for(record.deployment) if not r.dead]
-        self.unload(record.name)
-        return {"name": record.name, "replicas": len(replicas)}
+        replicas = len(living(self._core, record))
+        self.step(UnloadRequested(record.name))
+        return {"name": record.name, "replicas": replicas}
 
     async def _delete(self, argument: OfModel) -> Row:
         record = self._people.model(argument.model)
@@ -124,8 +122,7 @@ class Control:
 
     async def _explain(self, argument: What) -> Row:
         what = argument.what
-        now_s = self.now_s()
-        unix_s = now_s + self.unix_offset_s()
+        now_s, unix_s = time.monotonic(), time.time()
         if what not in self._names() and (base := adapter_base(self._registry.records, what)) is not None:
             what = base.name
         record = self._people.model(what) if what in self._names() else None
@@ -151,7 +148,7 @@ class Control:
             )
         if argument.for_s and not self._core.pool.open_replicas(record.deployment):
             raise ConfigError(f"model: no replica of {record.name} is ready: send it a request first, then run this again")
-        self.profile(record, argument.for_s, argument.batch_max)
+        self.step(ProfileAsked(record.deployment, argument.for_s, argument.batch_max))
         return {"model": record.name, "rows": self._costs_of(record)}
 
     async def _story(self, request: str) -> RequestStory:
@@ -193,28 +190,22 @@ class Control:
     # ------------------------------------------------------------------------------------------------------------- views
 
     def _models(self) -> list[Row]:
-        core, now_s = self._core, self.now_s()
-        demand = core.pool.inflow.demand(now_s)
-        rows = []
-        for record in core.catalogue.by_name():
-            replicas = [r for r in core.pool.replicas_for(record.deployment) if not r.dead]
-            states = {r.report.state for r in replicas}
-            told = self._core.digests.told(record)
-            asked = demand.get(record.deployment, Demand())
-            rows.append(
-                {
-                    "name": record.name,
-                    "state": model_state(states, refused=bool(told.refusal)),
-                    "replicas": len(core.pool.open_replicas(record.deployment)),
-                    "class": record.sla_class.value,
-                    "waiting": asked.waiting,
-                    "running": asked.running,
-                    "budget_bytes": record.budget_bytes,
-                    "deployment": record.deployment[:16],
-                    "note": self._note(record),
-                }
-            )
-        return rows
+        core = self._core
+        demand = core.pool.inflow.demand(time.monotonic())
+        return [
+            {
+                "name": record.name,
+                "state": state_of(core, record),
+                "replicas": len(core.pool.open_replicas(record.deployment)),
+                "class": record.sla_class.value,
+                "waiting": (asked := demand.get(record.deployment, Demand())).waiting,
+                "running": asked.running,
+                "budget_bytes": record.budget_bytes,
+                "deployment": record.deployment[:16],
+                "note": self._note(record),
+            }
+            for record in core.catalogue.by_name()
+        ]
 
     def _note(self, record: ModelRecord) -> str:
         catalogue = self._core.catalogue
@@ -280,7 +271,7 @@ class Control:
         return "; ".join(filter(None, notes))
 
     def _queues(self) -> list[Row]:
-        core, now_s = self._core, self.now_s()
+        core, now_s = self._core, time.monotonic()
         return [
             {
                 "model": core.catalogue.name(deployment),
@@ -297,28 +288,27 @@ class Control:
         return [row for record in self._core.catalogue.by_name() for row in self._costs_of(record)]
 
     def _costs_of(self, record: ModelRecord) -> list[Row]:
-        unix_s = self.now_s() + self.unix_offset_s()
+        unix_s = time.time()
         return [
             {
                 "model": row.model,
                 "kind": row.device_type,
                 "source": row.source.value,
-                "age_s": round(max(0.0, unix_s - row.at_unix_s), 1) if row.at_unix_s else None,
-                "measured_unix_s": row.at_unix_s,
+                "age_s": round(max(0.0, unix_s - kept.at_unix_s), 1) if kept is not None else None,
+                "measured_unix_s": kept.at_unix_s if kept is not None else 0.0,
                 "points": len(row.points),
-                "whole": row.whole,
-                "engine": row.engine,
-                "correction": round(row.correction, 3),
+                "whole": kept is not None and kept.whole,
+                "engine": kept.engine if kept is not None else "",
+                "correction": round(row.account.correction, 3),
                 "error": round(row.error, 4) if row.error == row.error else None,
-                "steps": row.steps,
-                "deviates": row.deviates,
+                "steps": row.account.window_steps,
+                "deviates": row.account.deviates,
                 "costs": msgspec.to_builtins(row.costs),
                 "measured": msgspec.to_builtins(row.points),
             }
             for row in self._core.costs.rows(record)
+            for kept in (row.account.kept,)
         ]
 
     def _timeline(self) -> list[Row]:
-        entries = self._core.digests.timeline(self.unix_offset_s())
-        rows: list[Row] = msgspec.to_builtins(entries)
-        return list(rows)
+        return list(msgspec.to_builtins(self._core.digests.timeline(time.time() - time.monotonic())))

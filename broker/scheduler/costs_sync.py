@@ -1,27 +1,33 @@
 """Measured costs as a scheduler keeps them (PRO-4): the ``carpool-costs`` bucket, mirrored in its SQLite file.
 
 Each entry is a whole measurement with the time when it was taken, so that of two the later one is right: what the bucket
-lost, or has an older copy of, is written again from the mirror at the next start.
+lost, or has an older copy of, is written again from the mirror at the next start. What is older than ``KEPT_S_MAX`` goes at
+a start: most of it is of deployments and engines that are no more, and what still serves is measured again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
-from broker.scheduler.bucket_sync import RETRY_S, BucketSync
+from broker.core.pool.events import CostsKept
+from broker.scheduler.bucket_sync import RETRY_S, BucketSync, readable
 from subjects.bus import KvEntry, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import BusError, DecodeError
+from subjects.errors import BusError
 from subjects.messages import KeptCosts
 from subjects.names import COSTS_BUCKET
 
 WRITE_TRIES_MAX = 20
+KEPT_S_MAX = 90 * 86400.0
 
+_decode = partial(decode, kind=KeptCosts)
 log = structlog.get_logger(__name__)
 
 
@@ -35,18 +41,21 @@ def costs_key(kept: KeptCosts) -> str:
 class CostsSync(BucketSync):
     """Follows the bucket, and writes what its scheduler measured while it led."""
 
-    on_kept: Callable[[tuple[KeptCosts, ...]], None]
-
     async def _load(self) -> Subscription:
         nothing: Sequence[KeptCosts] = ()
         mirrored = {costs_key(kept): kept for kept in await self._mirrored(self._registry.costs, nothing)}
         entries = {entry.key: entry for entry in await self._bus.kv_entries(COSTS_BUCKET)}
-        stored = {key: kept for key, entry in entries.items() if (kept := _decoded(entry)) is not None}
+        stored = {key: kept for key, entry in entries.items() if (kept := readable(entry, _decode)) is not None}
         for key, kept in mirrored.items():
             if key not in stored or stored[key].at_unix_s < kept.at_unix_s:
                 stored[key] = kept
                 await self._bus.kv_put(COSTS_BUCKET, key, encode(kept))
-        self.on_kept(tuple(sorted(stored.values(), key=lambda kept: (kept.at_unix_s, costs_key(kept)))))
+        for key in [key for key, kept in stored.items() if kept.at_unix_s < time.time() - KEPT_S_MAX]:
+            del stored[key]
+            await self._mirror(self._registry.delete_costs, key)
+            await self._bus.kv_delete(COSTS_BUCKET, key)
+        latest = sorted(stored.values(), key=lambda kept: (kept.at_unix_s, costs_key(kept)))
+        self._step(CostsKept(tuple(latest)))
         return await self._bus.kv_watch(COSTS_BUCKET, self._changed)
 
     def keep(self, kept: KeptCosts) -> None:
@@ -64,14 +73,6 @@ class CostsSync(BucketSync):
                 await asyncio.sleep(RETRY_S)
 
     def _changed(self, key: str, entry: KvEntry | None) -> None:
-        if (kept := _decoded(entry) if entry is not None else None) is not None:
-            self.on_kept((kept,))
+        if (kept := readable(entry, _decode)) is not None:
+            self._step(CostsKept((kept,)))
             self._tasks.spawn(self._mirror(self._registry.put_costs, costs_key(kept), kept))
-
-
-def _decoded(entry: KvEntry) -> KeptCosts | None:
-    try:
-        return decode(entry.value, KeptCosts)
-    except DecodeError as error:
-        log.warning("measured costs in the bucket cannot be read", error=str(error))
-        return None

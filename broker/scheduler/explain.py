@@ -24,17 +24,28 @@ TRANSACTIONS_MAX = 5
 _TRIMS = ("resize", "concurrency", "evict-kv", "migrate-kv")
 
 
+def living(core: SchedulerCore, record: m.ModelRecord) -> list[Replica]:
+    """The replicas of a model that are not dead."""
+    return [replica for replica in core.pool.replicas_for(record.deployment) if not replica.dead]
+
+
+def state_of(core: SchedulerCore, record: m.ModelRecord) -> str:
+    """A model's state in one word."""
+    states = {replica.report.state for replica in living(core, record)}
+    return model_state(states, refused=bool(core.digests.told(record).refusal))
+
+
 def explain_model(core: SchedulerCore, log: TransactionLog, record: m.ModelRecord, now_s: float, unix_s: float) -> Row:
     """All about one model now: what it has, why, what it waits for, and what would change it."""
     pool, catalogue = core.pool, core.catalogue
     demand = pool.inflow.demand(now_s).get(record.deployment, Demand())
-    replicas = sorted((r for r in pool.replicas_for(record.deployment) if not r.dead), key=lambda r: r.replica)
+    replicas = sorted(living(core, record), key=lambda replica: replica.replica)
     told = core.digests.told(record)
     shared = sharers(record, catalogue.by_name())
     actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
     return {
         "model": record.name,
-        "state": model_state({replica.report.state for replica in replicas}, refused=bool(told.refusal)),
+        "state": state_of(core, record),
         "mode": catalogue.mode(record.deployment).value,
         "sla_class": record.sla_class.value,
         "min_replicas": record.min_replicas,
@@ -124,9 +135,11 @@ def _why(core: SchedulerCore, record: m.ModelRecord, refusal: str, actions: Sequ
 def _costs(core: SchedulerCore, record: m.ModelRecord) -> Iterator[str]:
     """Which numbers are gone by, and whether they are right."""
     for row in core.costs.rows(record):
-        source = f"{row.source.value} with {row.engine}, {len(row.points)} points" if row.points else row.source.value
-        error = f", off by {row.error:.0%} over the last {row.steps} steps" if row.steps else ""
-        wrong = ": they take another time for good" if row.deviates else ""
+        kept, steps = row.account.kept, row.account.window_steps
+        points = f" with {kept.engine}, {len(kept.points)} points" if kept is not None and kept.points else ""
+        source = f"{row.source.value}{points}"
+        error = f", off by {row.error:.0%} over the last {steps} steps" if steps else ""
+        wrong = ": they take another time for good" if row.account.deviates else ""
         yield f"on {row.device_type or 'the devices here'} {source}{error}{wrong}"
 
 
@@ -170,7 +183,9 @@ def _would_change(core: SchedulerCore, record: m.ModelRecord, demand: Demand, re
         yield f"`carpool mode {name} act`: what the policy decides is carried out"
     if pinned:
         yield f"`carpool unpin {name}`: others may take its room"
-    for device in _closed_devices(core, replicas):
+    places = {(replica.worker, device) for replica in replicas for device in replica.devices}
+    closed = ("/".join(place) for place in places if core.pool.is_closed(*place) or core.pool.device_locked(*place))
+    for device in sorted(closed):
         yield f"`carpool unlock --device {device}`: that device takes part again"
     if failures:
         yield f"`carpool apply` of a corrected service: its {failures} failed loads are forgotten"
@@ -196,16 +211,6 @@ def _what_a_request_does(core: SchedulerCore, record: m.ModelRecord) -> str:
         return f"a request: it is loaded, {bytes_text(free_bytes)} are free on {'/'.join(free.key)}"
     room = f"{bytes_text(record.budget_bytes)} needed, at most {bytes_text(max(0, free_bytes))} free"
     return f"a request: others leave for it ({room}); idle ones at once, busy ones after {TURN_S:g} s or more"
-
-
-def _closed_devices(core: SchedulerCore, replicas: Sequence[Replica]) -> list[str]:
-    found = {
-        f"{replica.worker}/{device}"
-        for replica in replicas
-        for device in replica.devices
-        if core.pool.is_closed(replica.worker, device) or core.pool.device_locked(replica.worker, device)
-    }
-    return sorted(found)
 
 
 # ---------------------------------------------------------------------------------------------------------- transactions

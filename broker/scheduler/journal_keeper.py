@@ -112,11 +112,10 @@ class JournalKeeper:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            while self._waiting:
-                await self._store(self._waiting.popleft())
+            await self.flush()
 
     async def flush(self) -> None:
-        """Stores what still waits; for a shutdown, so the caller bounds it."""
+        """Stores what still waits; the caller bounds it at a shutdown."""
         while self._waiting:
             await self._store(self._waiting.popleft())
 

@@ -77,16 +77,17 @@ class KvControl:
 
     def _nodes(self) -> list[Worker]:
         """Workers whose node runs, by name."""
-        living = [worker for worker in self._core.pool.workers.values() if worker.presence is not Presence.DEAD]
-        found = [worker for worker in living if (report := _report(worker)) is not None and report.running]
+        found = [worker for worker in self._living() if (report := _report(worker)) is not None and report.running]
         return sorted(found, key=lambda worker: worker.worker)
+
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self._core.pool.workers.values() if worker.presence is not Presence.DEAD]
 
     def _node(self, name: str, what: str) -> Worker:
         """The worker of this name, with or without its incarnation, or that of this replica, if its node runs."""
-        pool = self._core.pool
-        replica = pool.replicas.get(ReplicaId(name))
+        replica = self._core.pool.replicas.get(ReplicaId(name))
         wanted = replica.worker if replica is not None else WorkerId(name)
-        living = [worker for worker in pool.workers.values() if worker.presence is not Presence.DEAD]
+        living = self._living()
         matches = [worker for worker in living if wanted in (worker.worker, base_name(worker.worker))]
         if not matches:
             known = ", ".join(sorted({base_name(worker.worker) for worker in living})) or "none"
@@ -105,13 +106,12 @@ class KvControl:
         names: dict[str, str] = {}
         for record in self._core.catalogue.by_name():
             names.setdefault(record.kv_signature, record.name)
-        rows: list[Row] = []
-        for worker in sorted(self._core.pool.workers.values(), key=lambda one: one.worker):
-            if (report := _report(worker)) is None or worker.presence is Presence.DEAD:
-                continue
-            tiers = report.tiers or (KvTierReport(tier=KvTier.HOST),)
-            rows += [_row(worker, report, tier, names) for tier in tiers]
-        return rows
+        return [
+            _row(worker, report, tier, names)
+            for worker in sorted(self._living(), key=lambda one: one.worker)
+            if (report := _report(worker)) is not None
+            for tier in report.tiers or (KvTierReport(tier=KvTier.HOST),)
+        ]
 
 
 def _report(worker: Worker) -> KvReport | None:

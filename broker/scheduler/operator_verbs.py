@@ -7,13 +7,14 @@ state. Each verb names exactly one thing: a model, a device, a worker or a repli
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from broker.core.pool.events import DrainRequested, SchedulerEvent
-from broker.core.pool.overrides import PINNED, UNPINNED, Key, device_name, with_override, without
+from broker.core.pool.overrides import PINNED, UNPINNED, device_name, with_override, without
 from broker.core.pool.state import Presence
 from broker.core.scheduler import SchedulerCore
 from broker.scheduler.overrides_sync import OverridesSync
@@ -29,6 +30,13 @@ EVENT_KEPT_S = 24 * 3600.0
 """An event that is over is forgotten after this time, at the next change."""
 KINDS = {"model": OverrideKind.MODEL_LOCK, "device": OverrideKind.DEVICE_LOCK, "replica": OverrideKind.REPLICA_LOCK}
 """Locks by what they are of."""
+UNLOCKED = {
+    "model": (OverrideKind.MODEL_LOCK,),
+    "device": (OverrideKind.DEVICE_LOCK, OverrideKind.DEVICE_DRAIN),
+    "replica": (OverrideKind.REPLICA_LOCK,),
+    "worker": (OverrideKind.WORKER_DRAIN,),
+}
+"""What an unlock takes back."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +46,6 @@ class People:
     _core: SchedulerCore
     _registry: RegistrySync
     _overrides: OverridesSync
-    unix_s: Callable[[], float]
     step: Callable[[SchedulerEvent], None]
 
     @property
@@ -60,12 +67,8 @@ class People:
         return {what: name, "locked": True, "changed": await self._set(KINDS[what], name)}
 
     async def _unlock(self, argument: Named) -> Row:
-        what, name = self._named(argument, (*KINDS, "worker"), must_exist=False)
-        kinds = [KINDS[what]] if what in KINDS else [OverrideKind.WORKER_DRAIN]
-        if what == "device":
-            kinds.append(OverrideKind.DEVICE_DRAIN)
-        changed = await self._take_back([(kind.value, name) for kind in kinds])
-        return {what: name, "locked": False, "changed": changed}
+        what, name = self._named(argument, tuple(UNLOCKED), must_exist=False)
+        return {what: name, "locked": False, "changed": await self._take_back(name, *UNLOCKED[what])}
 
     async def _drain(self, argument: Named) -> Row:
         what, name = self._named(argument, ("replica", "device", "worker"))
@@ -91,7 +94,7 @@ class People:
         if mode not in known:
             raise ConfigError(f"mode: {mode!r} is not one of {', '.join(known)}")
         if mode == "default":
-            changed = await self._take_back([(OverrideKind.MODE.value, record.name)])
+            changed = await self._take_back(record.name, OverrideKind.MODE)
             return {"model": record.name, "mode": record.mode.value, "changed": changed}
         return {"model": record.name, "mode": mode, "changed": await self._set(OverrideKind.MODE, record.name, value=mode)}
 
@@ -102,7 +105,7 @@ class People:
 
     async def _declare(self, argument: Declare) -> Row:
         model = self.model(argument.model).name if argument.model else ""
-        if argument.end_unix_s <= max(argument.begin_unix_s, self.unix_s()):
+        if argument.end_unix_s <= max(argument.begin_unix_s, time.time()):
             raise ConfigError("end: the event must end after it begins, and later than now")
         if argument.factor == 1.0 and not argument.at_least:
             raise ConfigError("factor: say how many times the load is meant (or at_least, in devices)")
@@ -111,7 +114,7 @@ class People:
         return {"event": argument.name, "model": model, "changed": changed}
 
     async def _withdraw(self, argument: Withdraw) -> Row:
-        changed = await self._take_back([(OverrideKind.EVENT.value, argument.name)])
+        changed = await self._take_back(argument.name, OverrideKind.EVENT)
         return {"event": argument.name, "changed": changed}
 
     async def forget_model(self, name: str) -> None:
@@ -120,8 +123,7 @@ class People:
         Raises:
             BusError: it may still be known; asking again is safe.
         """
-        kinds = (OverrideKind.PIN, OverrideKind.MODE, OverrideKind.MODEL_LOCK)
-        await self._take_back([(kind.value, name) for kind in kinds])
+        await self._take_back(name, OverrideKind.PIN, OverrideKind.MODE, OverrideKind.MODEL_LOCK)
 
     def rows(self) -> list[Row]:
         """All that people have said, for ``carpool get locks``."""
@@ -140,14 +142,7 @@ class People:
     def events(self) -> list[Row]:
         """Load that people have declared, for ``carpool event list``."""
         return [
-            {
-                "event": entry.about,
-                "model": entry.load.model,
-                "begin_unix_s": entry.load.begin_unix_s,
-                "end_unix_s": entry.load.end_unix_s,
-                "factor": entry.load.factor,
-                "at_least": entry.load.at_least,
-            }
+            {"event": entry.about, "model": entry.load.model, **msgspec.structs.asdict(entry.load)}
             for entry in self._overrides.known.entries
             if entry.load is not None
         ]
@@ -161,15 +156,15 @@ class People:
         bound_s: float | None = None,
         load: DeclaredLoad | None = None,
     ) -> bool:
-        override = Override(kind=kind, about=about, value=value, bound_s=bound_s, load=load, at_unix_s=self.unix_s())
+        override = Override(kind=kind, about=about, value=value, bound_s=bound_s, load=load, at_unix_s=time.time())
         return await self._overrides.change(lambda known: with_override(self._pruned(known), override))
 
-    async def _take_back(self, keys: list[Key]) -> bool:
-        return await self._overrides.change(lambda known: without(known, keys))
+    async def _take_back(self, name: str, *kinds: OverrideKind) -> bool:
+        return await self._overrides.change(lambda known: without(known, [(kind.value, name) for kind in kinds]))
 
     def _pruned(self, known: Overrides) -> Overrides:
         """Without locks of replicas that are gone for long (an incarnation is never reused), and without past events."""
-        unix_s, replicas = self.unix_s(), self._core.pool.replicas
+        unix_s, replicas = time.time(), self._core.pool.replicas
         over = [
             (entry.kind.value, entry.about)
             for entry in known.entries

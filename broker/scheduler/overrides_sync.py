@@ -13,15 +13,17 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import structlog
 
+from broker.core.pool.events import OverridesChanged
 from broker.core.pool.overrides import PINNED, UNPINNED, with_override
-from broker.scheduler.bucket_sync import RETRY_S, BucketSync
+from broker.scheduler.bucket_sync import RETRY_S, BucketSync, readable
 from subjects.bus import KvEntry, Subscription
 from subjects.codec import decode, encode
-from subjects.errors import BusError, DecodeError, WrongRevision
+from subjects.errors import BusError, WrongRevision
 from subjects.messages import Override, OverrideKind, Overrides
 from subjects.names import LOCKS_BUCKET
 
@@ -38,8 +40,6 @@ log = structlog.get_logger(__name__)
 class OverridesSync(BucketSync):
     """Follows the value, keeps its copy, and writes what people ask for."""
 
-    leads: Callable[[], bool]
-    on_changed: Callable[[Overrides], None]
     _restoring: bool = False
     known: Overrides = field(default_factory=Overrides)
 
@@ -67,7 +67,7 @@ class OverridesSync(BucketSync):
     def _take(self, overrides: Overrides) -> None:
         before, self.known = self.known, overrides
         if before != overrides:
-            self.on_changed(overrides)
+            self._step(OverridesChanged(overrides))
 
     def _changed(self, key: str, entry: KvEntry | None) -> None:
         if key != KEY:
@@ -125,10 +125,4 @@ class OverridesSync(BucketSync):
 
 
 def _decoded(entry: KvEntry | None) -> Overrides:
-    if entry is None:
-        return Overrides()
-    try:
-        return decode(entry.value, Overrides)
-    except DecodeError as error:
-        log.warning("the locks in the bucket cannot be read", error=str(error))
-        return Overrides()
+    return readable(entry, partial(decode, kind=Overrides)) or Overrides()

@@ -70,7 +70,7 @@ def _command_key(command: SchedulerCommand) -> str:
 class Recorder:
     """Writes a recording. Whatever goes wrong ends the recording and not the scheduler."""
 
-    def __init__(self, path: Path, *, policy: str, settings: SchedulerSettings, bytes_max: int) -> None:
+    def __init__(self, path: Path, policy: str, settings: SchedulerSettings, bytes_max: int) -> None:
         """Opens the file, or goes on after the last whole record of one that is there.
 
         Raises:

@@ -9,18 +9,18 @@ of a lower revision than ours is a loss too (revisions of a name only grow): the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 
-from broker.scheduler.bucket_sync import RETRY_S, BucketSync
+from broker.core.pool.events import ModelApplied, ModelRemoved, RegistryLoaded
+from broker.scheduler.bucket_sync import RETRY_S, BucketSync, readable
 from profiles.deployment import decode_record
 from subjects.bus import KvEntry, Subscription
 from subjects.codec import encode
-from subjects.errors import BusError, DecodeError, WrongRevision
+from subjects.errors import BusError, WrongRevision
 from subjects.messages import ModelRecord
 from subjects.names import LOCKS_BUCKET, MODELS_BUCKET
 
@@ -31,10 +31,6 @@ log = structlog.get_logger(__name__)
 class RegistrySync(BucketSync):
     """Follows the bucket, keeps the mirror, and writes what the control verbs ask for."""
 
-    leads: Callable[[], bool]
-    on_loaded: Callable[[tuple[ModelRecord, ...]], None]
-    on_applied: Callable[[ModelRecord], None]
-    on_removed: Callable[[str], None]
     records: dict[str, ModelRecord] = field(default_factory=dict)
 
     async def _load(self) -> Subscription:
@@ -42,20 +38,18 @@ class RegistrySync(BucketSync):
         entries = await self._bus.kv_entries(MODELS_BUCKET)
         locks = await self._bus.kv_entries(LOCKS_BUCKET)
         deleted = {entry.key for entry in locks}
-        records = {record.name: record for entry in entries if (record := _record(entry)) is not None}
+        records = {record.name: record for entry in entries if (record := readable(entry, decode_record)) is not None}
         revisions = {entry.key: entry.revision for entry in entries}
         for record in mirrored:
             stored = records.get(record.name)
             if stored.revision < record.revision if stored is not None else _deleted_key(record.name) not in deleted:
                 log.warning("the bucket has lost a model: written again from the mirror", model=record.name)
                 with suppress(WrongRevision):  # Another scheduler restores the same.
-                    await self._bus.kv_put(
-                        MODELS_BUCKET, record.name, encode(record), expected_revision=revisions.get(record.name, 0)
-                    )
+                    await self._put(record, revisions.get(record.name, 0))
                 records[record.name] = record
         self.records = records
         await self._mirror(self._mirror_all, list(records.values()), mirrored)
-        self.on_loaded(tuple(records.values()))
+        self._step(RegistryLoaded(tuple(records.values())))
         return await self._bus.kv_watch(MODELS_BUCKET, self._changed)
 
     def _mirror_all(self, records: list[ModelRecord], mirrored: list[ModelRecord]) -> None:
@@ -71,7 +65,7 @@ class RegistrySync(BucketSync):
             if key in self.records:
                 self._tasks.spawn(self._disappeared(key))
             return
-        record = _record(entry)
+        record = readable(entry, decode_record)
         known = self.records.get(key)
         if record is None or record == known:
             return
@@ -82,12 +76,15 @@ class RegistrySync(BucketSync):
                 self._tasks.spawn(self._put_again(known, entry.revision))
             return
         self.records[record.name] = record
-        self.on_applied(record)
+        self._step(ModelApplied(record))
         self._tasks.spawn(self._mirror(self._registry.put, record))
 
     async def _put_again(self, record: ModelRecord, over_revision: int) -> None:
         with suppress(BusError):
-            await self._bus.kv_put(MODELS_BUCKET, record.name, encode(record), expected_revision=over_revision)
+            await self._put(record, over_revision)
+
+    async def _put(self, record: ModelRecord, over_revision: int) -> None:
+        await self._bus.kv_put(MODELS_BUCKET, record.name, encode(record), expected_revision=over_revision)
 
     async def _disappeared(self, name: str) -> None:
         while name in self.records:
@@ -99,7 +96,7 @@ class RegistrySync(BucketSync):
                     return
                 if self.leads():
                     log.warning("a model is missing from the bucket and was never deleted: written again", model=name)
-                    await self._bus.kv_put(MODELS_BUCKET, name, encode(self.records[name]), expected_revision=0)
+                    await self._put(self.records[name], 0)
                     return
             except WrongRevision:
                 return
@@ -109,7 +106,7 @@ class RegistrySync(BucketSync):
 
     async def _forget(self, name: str) -> None:
         self.records.pop(name, None)
-        self.on_removed(name)
+        self._step(ModelRemoved(name))
         await self._mirror(self._registry.delete, name)
 
     async def apply(self, record: ModelRecord) -> ModelRecord:
@@ -129,7 +126,7 @@ class RegistrySync(BucketSync):
             await self._bus.kv_delete(LOCKS_BUCKET, _deleted_key(record.name))
             await self._bus.kv_put(MODELS_BUCKET, record.name, encode(stored))
             self.records[record.name] = stored
-            self.on_applied(stored)
+            self._step(ModelApplied(stored))
             await self._mirror(self._registry.put, stored)
             return stored
 
@@ -152,11 +149,3 @@ def _deleted_key(name: str) -> str:
 
 def _tomb_revision(tomb: KvEntry | None) -> int:
     return int(tomb.value) if tomb is not None and tomb.value.isdigit() else 0
-
-
-def _record(entry: KvEntry) -> ModelRecord | None:
-    try:
-        return decode_record(entry.value)
-    except DecodeError as error:
-        log.warning("a record of the registry cannot be read", model=entry.key, error=str(error))
-        return None

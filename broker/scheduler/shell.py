@@ -13,8 +13,9 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 import structlog
 
@@ -73,7 +74,6 @@ class SchedulerConfig:
     """A name of :mod:`broker.scheduler.policies`."""
     record: Path | None = None
     """A file that keeps what the core hears and orders, for ``carpool replay-scheduler``."""
-    record_bytes_max: int = RECORDING_BYTES_MAX
 
 
 class Scheduler:
@@ -87,11 +87,8 @@ class Scheduler:
         self._bus = bus
         self.scheduler = incarnated(config.name)
         self.core = SchedulerCore(config.settings, make_policy(config.policy))
-        self._recorder: Recorder | None = None
-        if config.record is not None:
-            self._recorder = Recorder(
-                config.record, policy=config.policy, settings=config.settings, bytes_max=config.record_bytes_max
-            )
+        about = (config.policy, config.settings, RECORDING_BYTES_MAX)
+        self._recorder = Recorder(config.record, *about) if config.record is not None else None
         self.lease = LeaseKeeper(
             bus,
             self.scheduler,
@@ -106,35 +103,21 @@ class Scheduler:
             on_deposed=self.lease.give_up,
             on_trouble=self._journal_troubled,
         )
-        self.registry = RegistrySync(
-            bus,
-            registry,
-            leads=lambda: self.lease.holds,
-            on_loaded=lambda records: self._step(ev.RegistryLoaded(records)),
-            on_applied=lambda record: self._step(ev.ModelApplied(record)),
-            on_removed=lambda name: self._step(ev.ModelRemoved(name)),
-        )
-        self.costs = CostsSync(bus, registry, on_kept=lambda entries: self._step(ev.CostsKept(entries)))
-        self.overrides = OverridesSync(
-            bus,
-            registry,
-            leads=lambda: self.lease.holds,
-            on_changed=lambda overrides: self._step(ev.OverridesChanged(overrides)),
-        )
-        people = People(self.core, self.registry, self.overrides, unix_s=time.time, step=self._step)
+        buckets = (bus, registry, self._step, lambda: self.lease.holds)
+        self.registry = RegistrySync(*buckets)
+        self.costs = CostsSync(*buckets)
+        self.overrides = OverridesSync(*buckets)
+        people = People(self.core, self.registry, self.overrides, self._step)
         self._twu = DeviceTwu(self.core, config.state_dir, time.monotonic)
         self.control = Control(
             bus,
             self.core,
             self.registry,
             people,
-            KvControl(self.core, people, step=self._step),
+            KvControl(self.core, people, self._step),
             self.journal.known,
             self._twu,
-            now_s=time.monotonic,
-            unix_offset_s=lambda: time.time() - time.monotonic(),
-            unload=lambda name: self._step(ev.UnloadRequested(name)),
-            profile=lambda record, for_s, batch_max: self._step(ev.ProfileAsked(record.deployment, for_s, batch_max)),
+            self._step,
         )
         self.undecodable = 0
         """Messages that were dropped since they are not what belongs on their subject."""
@@ -152,15 +135,15 @@ class Scheduler:
 
     async def start(self) -> None:
         """Begins to listen, and to campaign once the registry is read; needs no bus yet."""
-        handlers: list[tuple[str, Callable[[BusMessage], None]]] = [
-            (names.ALL_BEATS, self._on_beat),
-            (names.ALL_WORKER_TELEMETRY, self._on_snapshot),
-            (names.ALL_INGRESS_TELEMETRY, self._on_ingress),
-            (names.ALL_WORKER_EVENTS, self._on_event),
-            (names.ALL_CONTROL, self._on_control),
+        heard: list[tuple[str, Any, Callable[[Any], None]]] = [
+            (names.ALL_BEATS, m.WorkerBeat, lambda beat: self._step(ev.BeatSeen(beat.worker, beat.epoch_seen))),
+            (names.ALL_WORKER_TELEMETRY, m.WorkerSnapshot, self._on_snapshot),
+            (names.ALL_INGRESS_TELEMETRY, m.IngressTelemetry, self._on_ingress),
+            (names.ALL_WORKER_EVENTS, m.WorkerEvent, lambda event: self._step(ev.OperationSeen(event))),
         ]
-        for subject, handler in handlers:
-            self._subscriptions.append(await self._bus.subscribe(subject, handler))
+        for subject, kind, handler in heard:
+            self._subscriptions.append(await self._bus.subscribe(subject, partial(self._hear, kind, handler)))
+        self._subscriptions.append(await self._bus.subscribe(names.ALL_CONTROL, self._on_control))
         self._loops.spawn(
             self._tick(),
             self._prove_the_bus(),
@@ -310,26 +293,19 @@ class Scheduler:
             log.warning("a message was dropped", subject=message.subject, error=str(error))
             return None
 
-    def _on_beat(self, message: BusMessage) -> None:
-        if (beat := self._decoded(message, m.WorkerBeat)) is not None:
-            self._step(ev.BeatSeen(beat.worker, beat.epoch_seen))
+    def _hear(self, kind: type[_T], handler: Callable[[_T], None], message: BusMessage) -> None:
+        if (told := self._decoded(message, kind)) is not None:
+            handler(told)
 
-    def _on_snapshot(self, message: BusMessage) -> None:
-        snapshot = self._decoded(message, m.WorkerSnapshot)
-        if snapshot is None or (not self.core.catalogue.loaded and any(not one.deployment for one in snapshot.replicas)):
+    def _on_snapshot(self, snapshot: m.WorkerSnapshot) -> None:
+        if not self.core.catalogue.loaded and any(not one.deployment for one in snapshot.replicas):
             return  # What an older worker runs is known once the registry is; it tells again.
         self._step(ev.WorkerReported(told_by_worker(snapshot, self.core.catalogue)))
 
-    def _on_ingress(self, message: BusMessage) -> None:
-        if (telemetry := self._decoded(message, m.IngressTelemetry)) is not None:
-            telemetry = told_by_gateway(telemetry, self.core.catalogue)
-            self._twu.hear(telemetry)
-            self._step(ev.IngressReported(telemetry))
-
-    def _on_event(self, message: BusMessage) -> None:
-        event: m.WorkerEvent | None = self._decoded(message, m.WorkerEvent)  # type: ignore[arg-type]
-        if event is not None:
-            self._step(ev.OperationSeen(event))
+    def _on_ingress(self, telemetry: m.IngressTelemetry) -> None:
+        telemetry = told_by_gateway(telemetry, self.core.catalogue)
+        self._twu.hear(telemetry)
+        self._step(ev.IngressReported(telemetry))
 
     def _on_control(self, message: BusMessage) -> None:
         # Only the leader answers; a standby that kept silent is not missed.

@@ -56,6 +56,8 @@ PHASES = ("a", "b", "a", "b", "a")
 PHASE_S = 40.0
 HIGH_RPS, LOW_RPS = 3.0, 0.1
 TOKENS = 16
+LOADS_PER_MOVE_MAX = 3
+"""The risen model, the third one that it may have to make room for, and one more: beyond that the pool thrashes."""
 
 
 def _tiny(name: str, number: int) -> str:
@@ -83,7 +85,8 @@ async def prove_moves(directory: Path, rng: random.Random, say: Say) -> Figures:
                 followed.append(judging.followed_s(seen.samples, busy, turned_s))
                 say(f"moves: {busy} has a device {followed[-1] or 0:.1f} s after the turn")
         ended_s = time.monotonic()
-        for row in await seen.get("timeline"):
+        timeline = await seen.get("timeline")
+        for row in timeline:
             if row["action"] in ("load", "evict", "unload"):
                 say(f"moves: {row['action']} {row['model']}: {row['reason']} ({row['outcome']})")
     lost = [answer for answer in answers if not answer.whole]
@@ -95,7 +98,11 @@ async def prove_moves(directory: Path, rng: random.Random, say: Say) -> Figures:
     static_s = judging.static_device_seconds(seen.samples, ended_s)
     in_time = sum(1 for took_s in followed if took_s is not None and took_s <= bound_s)
     longest_s = judging.longest_wait_s(answers)
+    loads = sum(row["action"] == "load" for row in timeline)
+    loads_max = len(MODELS) + LOADS_PER_MOVE_MAX * len(followed)
     figures = {
+        "loads": loads,
+        "loads_max": loads_max,
         "requests": len(answers),
         "requests_lost": len(lost),
         "moves": len(followed),
@@ -114,6 +121,7 @@ async def prove_moves(directory: Path, rng: random.Random, say: Say) -> Figures:
         "requests_lost == 0": not lost,
         "longest_wait_s <= longest_wait_bound_s <= 30": longest_s <= bound_s <= BOUND_S_MAX,
         "device_seconds < static_device_seconds": used_s < static_s,
+        "loads <= loads_max": loads <= loads_max,
     }
     return figures, held
 

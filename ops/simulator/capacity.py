@@ -1,6 +1,6 @@
 """What a load needs and what a replica carries, by the profiles: how baselines and workloads are sized.
 
-The engine's model is that of ``broker.core.plan.capacity``, for loads that are known beforehand.
+The engine's model is that of ``profiles.costs``, for loads that are known beforehand.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.core.plan.capacity import context_mean_tokens, decode_work_s, prefill_work_s, standing_share
-from profiles.costs import step_s
+from profiles.costs import context_mean_tokens, decode_work_s, prefill_s, standing_share, step_s
 from subjects.messages import ModelRecord, StepCosts
 
 LATE_SHARE_MAX = 0.01
@@ -42,7 +41,7 @@ class Targets:
 def compute_share(costs: StepCosts, loads: Sequence[Load], tpot_s: float, replicas: int = 1) -> float:
     """GPU-seconds per second (of whole replicas) that ``loads`` need on ``replicas`` replicas at ``tpot_s`` per token."""
     work = sum(
-        load.rps * (prefill_work_s(costs, load.input_tokens) + decode_work_s(costs, load.input_tokens, load.output_tokens))
+        load.rps * (prefill_s(costs, load.input_tokens) + decode_work_s(costs, load.input_tokens, load.output_tokens))
         for load in loads
     )
     return work + replicas * standing_share(costs, tpot_s)
@@ -64,7 +63,7 @@ def most_rps(
     * First token: of the prompts' queue (heavy-traffic form of a single server) at most ``LATE_SHARE_MAX`` waits longer than
       the target leaves beside the prompt's own prefill.
     """
-    first_s = prefill_work_s(costs, input_tokens)
+    first_s = prefill_s(costs, input_tokens)
     rest_s = decode_work_s(costs, input_tokens, output_tokens)
     by_tpot = max(0.0, 1 - standing_share(costs, targets.tpot_s)) / (first_s + rest_s) if first_s + rest_s else math.inf
     held_tokens = input_tokens + output_tokens

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from broker.core.plan.capacity import prefill_work_s
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.tunables import PERIOD_S
 from broker.core.pool.catalogue import DeviceKey
@@ -31,7 +30,7 @@ from ops.simulator.scenario import Figures, Say, capacity_rps, steady_workload
 from ops.simulator.types import LoadLadder, Trace, Window, Workload
 from ops.simulator.workloads import Steady
 from ops.simulator.world import World
-from profiles.costs import step_s
+from profiles.costs import prefill_s, step_s
 from subjects.ids import DeviceId, ReplicaId, WorkerId
 
 DEVICES, REPLICAS = 8, 6
@@ -76,7 +75,7 @@ class _Taught(World):
         context = live.input_tokens + live.output_tokens / 2
         each_s = step_s(costs, batch, batch * context)
         # Others' prompts are prefilled meanwhile: about one per answer, as many as finish.
-        predicted_s = steps * each_s + batch * prefill_work_s(costs, live.input_tokens)
+        predicted_s = steps * each_s + batch * prefill_s(costs, live.input_tokens)
         self.scores.observe(self.deployments[live.model], device_key(replica), predicted_s, self.now_s - live.first_s)
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from subjects.ids import DeploymentKey, DeviceId, IngressId, ModelHash, ReplicaId, WorkerId
 from subjects.messages.kinds import DeviceKind, EngineType, KvTier, Lane, ReplicaState, SlaClass
-from subjects.messages.registry import StepSums
+from subjects.messages.registry import StepCosts, StepSums
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +50,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int
     running: int = 0
     slots: int = 0
+    slots_max: int = 0
+    """What its engine was started with: ``slots`` may be fewer. 0 while it does not serve."""
     kv_pages_free: int = 0
     kv_pages: int = 0
     idle_s: float = 0.0
@@ -225,6 +227,8 @@ class PoolModel(msgspec.Struct, frozen=True, kw_only=True):
     """Where gateways report waiting tickets, so that replicas make room only for lanes in need; None when not counted."""
     kv: PoolKv | None = None
     """Its KV outside engines; None where no node has any."""
+    costs: StepCosts | None = None
+    """What its steps cost on the kind of device that computes it fastest, as plans go by; None: nobody knows."""
 
 
 class PoolDigest(msgspec.Struct, frozen=True, kw_only=True):

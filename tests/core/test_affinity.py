@@ -41,7 +41,7 @@ from subjects.messages import (
     StepCosts,
     Usage,
 )
-from tests.core.test_requests import DEPLOYMENT, MODEL, Gateway, brief, profile
+from tests.core.test_requests import DEPLOYMENT, MODEL, Gateway, brief, pool_of, profile
 
 A, B = ReplicaId("rep-a"), ReplicaId("rep-b")
 AT_A, AT_B = WorkerId("w-a"), WorkerId("w-b")
@@ -153,10 +153,8 @@ def test_costs_of_a_record() -> None:
     assert reuse_costs(record) == ReuseCosts(COSTS_DEFAULT, 1e-3, 1.5e-3, 3e-3)
     assert engine_spans(record) == 3
     fast, slow = (StepCosts(prefill_token_s=each, step_const_s=0.1) for each in (1e-5, 1e-3))
-    measured = {"h100": fast, "cpu": slow}
-    record = ModelRecord(**{name: getattr(record, name) for name in record.__struct_fields__} | {"costs": measured})
-    costs = reuse_costs(record)
-    assert costs.step == fast
+    costs = reuse_costs(record, fast)
+    assert costs.step == fast and reuse_costs(record, slow).step == slow
     assert prompt_prefix([b"x"] * 7, record, costs) is None
     assert prompt_prefix([bytes([n]) for n in range(17)], record, costs) == PromptPrefix((b"\x07", b"\x0f"), 256, costs)
     long = ReuseCosts(StepCosts(prefill_token_s=1.0, prefill_token2_s=0.5, step_const_s=0.0), 0.0, 0.0, 0.0)
@@ -362,6 +360,17 @@ def test_a_popular_prefix_does_not_flood_its_holder() -> None:
     assert set(running.values()) == {8}
     assert len(dict.fromkeys(order[:6])) == 1, "a prefix worth 0.1 s draws several requests to its holder"
     assert len(dict.fromkeys(order[:12])) > 1, "but not all that it has room for"
+
+
+def test_one_that_came_up_beside_busy_holders_is_reached_by_the_queue() -> None:
+    """A prefix draws requests to its holder for as long as that pays beside an idle replica that nobody has a link to."""
+    gateway = Affine(20)
+    new = ReplicaId("rep-new")
+    gateway(pool_of(**{str(replica).replace("-", "_"): 1.0 for replica in (A, B, new)}))
+    went_to = [went(gateway.ask(f"r{number}")) for number in range(20)]
+    assert went_to[0] == A and went_to[-1] is None
+    assert went_to == sorted(went_to, key=lambda replica: replica is None)
+    assert set(went_to) <= {A, None}
 
 
 def test_the_engine_keeps_what_is_asked_for() -> None:

@@ -48,7 +48,7 @@ from subjects.messages import (
     WorkerSnapshot,
 )
 from tests.core.scheduler_world import record
-from tests.core.test_placement import commands, settled
+from tests.core.test_placement import commands, listed, settled
 
 H100 = "h100-80gb"
 TRUE = StepCosts(
@@ -162,6 +162,11 @@ class Stage:
             points=points,
             whole=whole,
         )
+
+    def whole(self, record: ModelRecord) -> bool:
+        """Whether all points are known."""
+        kept = self.book.rows(record)[0].account.kept
+        return kept is not None and kept.whole
 
     def measured(self, *points: CostPoint, whole: bool = False) -> KeptCosts | None:
         """The same, heard by the book."""
@@ -316,7 +321,11 @@ def test_steps_correct_an_estimate() -> None:
     assert source is Source.MEASURED and costs.step_const_s == pytest.approx(1.1 * TRUE.step_const_s, rel=0.05)
     assert stage.book.news > before
     (row,) = stage.book.rows(one)
-    assert row.error < 0.05 and row.correction == pytest.approx(1.1, abs=0.06) and 1000 <= row.steps <= 1100
+    assert (
+        row.error < 0.05
+        and row.account.correction == pytest.approx(1.1, abs=0.06)
+        and 1000 <= row.account.window_steps <= 1100
+    )
 
 
 def test_a_lasting_deviation_asks_for_a_new_measurement() -> None:
@@ -334,7 +343,67 @@ def test_a_lasting_deviation_asks_for_a_new_measurement() -> None:
     again = stage.measured(point(1, 64, decodes=True, off=1.4), point(1, 64, decodes=False, off=1.4))
     assert again is not None and len(again.points) == 2 and not again.whole
     assert stage.book.costs_of(one, H100)[1] is Source.MEASURED
-    assert stage.book.rows(one)[0].correction == 1.0
+    assert stage.book.rows(one)[0].account.correction == 1.0
+
+
+def test_a_deviation_that_measuring_cannot_explain_is_asked_about_once() -> None:
+    """Points that say what they said before leave the last word to the steps; another deviation asks again."""
+    one = model()
+    stage = Stage(one)
+    stage.measured(*GRID, whole=True)
+    stage.tell()
+    assert len(stage.run(15_000, 1.4)) == 1
+    stage.measured(*GRID)
+    stage.measured(whole=True)
+    assert stage.run(30_000, 1.4) == []
+    assert stage.book.to_measure(stage.now_s, stage.records) == {}
+    assert stage.book.costs_of(one, H100)[1] is Source.CORRECTED
+    assert len(stage.run(15_000, 2.0)) == 1
+
+
+def test_neighbours_measure_one_after_the_other_and_count_as_company() -> None:
+    """Two models on one device: the second is asked when the first has all its points, or found none."""
+    one = model()
+    other = msgspec.structs.replace(record("n", engine_type=EngineType.VLLM), weights_bytes=10**9)
+    stage = Stage(one, other)
+
+    def tell() -> None:
+        snapshot = stage.snapshot(replicas=2)
+        first, second = snapshot.replicas
+        second = msgspec.structs.replace(second, deployment=other.deployment, model_hash=other.model_hash)
+        stage.pool.report(stage.now_s, msgspec.structs.replace(snapshot, replicas=(first, second)))
+        stage.book.observe(stage.now_s, msgspec.structs.replace(snapshot, replicas=(first, second)), stage.records)
+
+    tell()
+    assert stage.book.to_measure(0.0, stage.records) == {"m-0": MEASURED_BATCH_MAX}
+    stage.book.profile(0.0, other.deployment, 5.0, 32)
+    assert stage.book.to_measure(0.0, stage.records) == {"m-1": 32}
+    for _ in range(20):
+        stage.now_s += 1.0
+        stage.sums = sums_of(stage.sums, work(4, 500, decodes=True, steps=100, off=1.4))
+        tell()
+    assert stage.book.rows(one)[0].account.window_steps == 0
+    assert stage.measured(whole=True) is None
+    assert stage.book.to_measure(9.0, stage.records) == {"m-1": MEASURED_BATCH_MAX}
+
+
+def test_engines_of_two_versions_are_measured_once_each() -> None:
+    """A rolling upgrade: plans go by what was measured last, and neither wipes the points of the other."""
+    one = model()
+    stage = Stage(one)
+    stage.measured(*GRID, whole=True)
+    new = msgspec.structs.replace(stage.event(*GRID[:4], whole=True), engine="vllm-0.33.0")
+    stage.now_s = 5.0
+    assert stage.book.measured(stage.now_s, new, one) is not None
+    for version in ("0.32.0", "0.33.0"):
+        stage.version = version
+        stage.tell()
+        assert stage.book.to_measure(6.0, stage.records) == {}
+        assert not stage.book.to_load(one, WORKER, DeviceId("gpu0"))
+    kept = stage.book.rows(one)[0].account.kept
+    assert kept is not None and kept.engine == "vllm-0.33.0"
+    again = stage.measured(*GRID[:2])
+    assert again is not None and len(again.points) == len(GRID)
 
 
 def test_a_deviation_that_passes_asks_for_nothing() -> None:
@@ -355,7 +424,7 @@ def test_a_correction_is_bounded_and_neighbours_do_not_count() -> None:
     stage.run(3000, 100.0, neighbour=True)
     assert stage.book.costs_of(one, H100)[1] is Source.MEASURED
     stage.run(10_000, 100.0)
-    assert stage.book.rows(one)[0].correction == pytest.approx(CORRECTION_MAX, rel=0.05)
+    assert stage.book.rows(one)[0].account.correction == pytest.approx(CORRECTION_MAX, rel=0.05)
 
 
 def test_a_replica_that_begins_anew_counts_from_there() -> None:
@@ -368,7 +437,7 @@ def test_a_replica_that_begins_anew_counts_from_there() -> None:
     stage.tell()
     stage.sums = sums_of(stage.sums, work(1, 10, decodes=True, steps=3))
     stage.tell()
-    assert stage.book.rows(one)[0].steps == 1000
+    assert stage.book.rows(one)[0].account.window_steps == 1000
 
 
 # -------------------------------------------------------------------------------------------------- what is measured, kept
@@ -401,11 +470,11 @@ def test_whole_curves_are_measured_while_somebody_asks() -> None:
     stage.tell()
     stage.book.profile(10.0, one.deployment, 5.0, 32)
     assert stage.book.to_measure(12.0, stage.records) == {"m-0": 32}
-    assert not stage.book.rows(one)[0].whole
+    assert not stage.whole(one)
     stage.measured(whole=True)
-    assert stage.book.rows(one)[0].whole
+    assert stage.whole(one)
     stage.book.profile(13.0, one.deployment, 5.0, 32)
-    assert stage.book.rows(one)[0].whole, "asked again in time it is the same profile"
+    assert stage.whole(one), "asked again in time it is the same profile"
     assert stage.book.to_measure(19.0, stage.records) == {}
 
 
@@ -473,7 +542,7 @@ def test_absurd_numbers_say_nothing() -> None:
     for busy_s in (math.nan, math.inf, -1.0):
         stage.sums = StepSums(steps=stage.sums.steps + 1000, requests=1, busy_s=busy_s)
         stage.tell()
-    assert stage.book.costs_of(one, H100)[1] is Source.ESTIMATED and stage.book.rows(one)[0].steps == 0
+    assert stage.book.costs_of(one, H100)[1] is Source.ESTIMATED and stage.book.rows(one)[0].account.window_steps == 0
 
 
 def test_steps_that_take_no_time_are_planned_too() -> None:
@@ -490,3 +559,11 @@ def test_how_many_run_at_once_follows_the_kind_of_device(kind: DeviceKind, seats
     """Where the model's file says nothing; what it says holds on any."""
     silent = record("a", max_num_seqs=0)
     assert (sequences(silent, kind), sequences(record("a", max_num_seqs=3), kind)) == (seats, 3)
+
+
+def test_seats_are_those_that_engines_were_started_with() -> None:
+    """In a pool of CPUs and GPUs a record says what a GPU takes, and a CPU's replica takes fewer."""
+    bench = settled(record("a", max_num_seqs=0, engine_type=EngineType.VLLM))
+    bench.report(msgspec.structs.replace(listed("a"), slots=8, slots_max=8))
+    view = next(iter(bench.core.views.build(bench.now_s).models.values()))
+    assert (view.seats, view.replicas[0].slots_max) == (8, 8)

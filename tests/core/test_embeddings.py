@@ -181,7 +181,7 @@ def profiled(**fields: Any) -> RequestProfile:
     checked = parse_body(Endpoint.EMBEDDINGS, body(**fields))
     prompts = EstimatedTokenizer().prompts(Endpoint.EMBEDDINGS, checked.mapping)
     context = RequestContext(tenant=Tenant("t"), deadline_unix_s=1.0)
-    return build_profile(record(), Endpoint.EMBEDDINGS, checked.profile_fields(), prompts, context, OutputLengths())
+    return build_profile(record(), Endpoint.EMBEDDINGS, checked.asked, prompts, context, OutputLengths())
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,42 @@ def test_two_busy_models_take_turns_on_a_device_that_holds_one(seed: int) -> Non
     assert all(request.lost == 0 and not request.refusal for request in world.requests)
 
 
+@pytest.mark.parametrize(("load_s", "every_s", "loads_max"), [(10.0, 20.0, 4), (10.0, 60.0, 12), (3.0, 20.0, 32)])
+def test_a_model_of_few_requests_keeps_its_place_while_a_swap_would_cost_more(
+    load_s: float, every_s: float, loads_max: int
+) -> None:
+    """A model that lacks a second place does not take that of another which is back before both are loaded."""
+    world = slow(World(*pair(max_num_seqs=4)), "a", "b", load_s=load_s)
+    world.agent(cpu0=1.0, cpu1=1.0)
+    busy = Clients(world, "b", 24)
+    seldom: list[Request] = []
+
+    def ask() -> None:
+        seldom.append(world.ask("a", service_s=0.5))
+        world.later(every_s, ask)
+
+    world.later(30 + load_s, ask)
+    world.run(300)
+    waits = [(one.started_s if one.started_s is not None else world.now_s) - one.arrived_s for one in seldom]
+    assert len(world.loads) <= loads_max
+    assert max(waits) <= 2 * load_s and (every_s > 2 * load_s or max(waits[1:]) < 1.0)
+    assert busy.answers > 300 / SERVICE_S * 4 and not any(one.lost or one.refusal for one in world.requests)
+
+
+def test_who_can_never_come_is_refused_and_shuts_no_device_to_others() -> None:
+    """Beside another tenant's model that stays there is no place, however much memory is free."""
+    kept, other = (record(name, 0.6, costs=COSTS, tenant="red", min_replicas=n) for name, n in (("a", 1), ("c", 0)))
+    world = slow(World(kept, other, record("b", 0.6, costs=COSTS, tenant="blue")), "a", "b", "c")
+    world.agent(cpu0=4.0)
+    world.run(5)
+    never = world.ask("b")
+    world.run(15)
+    served = world.ask("c")
+    world.run(5)
+    assert "pinned models or minimum replicas" in never.refusal
+    assert served.started_s is not None and served.started_s - served.arrived_s <= 3.0
+
+
 def test_forty_that_wait_are_served_beside_an_idle_resident() -> None:
     """An idle resident leaves for those who wait, at once."""
     world = slow(World(*pair()), "a", "b")

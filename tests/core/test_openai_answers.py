@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.api.openai_answers import AnswerHead, ChunkWriter, WholeAnswer, as_events
+from broker.api.openai_answers import DONE, AnswerHead, OpenAiWriter
 from subjects.ids import RequestId
 from subjects.messages import Delta, Endpoint, Usage
 from tests.openai_shapes import check_stream, check_whole, said, said_in_stream
@@ -50,14 +50,10 @@ def test_any_deltas_give_the_same_answer_in_both_modes(
     for choice, reason in enumerate(finishes):
         deltas.append(_delta(choice, finish_reason=reason if chat or reason != "tool_calls" else "stop"))
     counts = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
-    whole = WholeAnswer(head)
-    whole.add(deltas)
-    writer = ChunkWriter(head)
-    chunks = [chunk for delta in deltas for chunk in writer.chunks(delta)]
-    last = writer.usage_chunk(counts)
-    data = as_events(chunks if last is None else [*chunks, last])
+    writer = OpenAiWriter(head)
+    data = (writer.events(deltas) + writer.end(counts)).removesuffix(DONE)
     events = [json.loads(line.removeprefix("data: ")) for line in data.decode().split("\n\n") if line]
-    body = json.loads(whole.body(counts))
+    body = json.loads(writer.whole(deltas, counts))
     check_whole(body)
     check_stream(events, choices=3, usage=usage)
     assert said_in_stream(events) == said(body)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from broker.api.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, EmbeddingBody, parse_body
+from broker.api.openai_bodies import WITHHELD_FIELDS, ChatBody, CompletionBody, EmbeddingBody, formatted, parse_body
 from profiles.features import OutputLengths, RequestContext
 from profiles.tokenizer import EstimatedTokenizer
 from subjects.errors import ApiError
@@ -77,14 +77,14 @@ def test_any_body_is_profiled_or_a_400(endpoint: Endpoint, fields: dict[str, Any
         parsed = parse_body(endpoint, json.dumps(body).encode())
         prompts = EstimatedTokenizer().prompts(endpoint, parsed.mapping)
         context = RequestContext(tenant=Tenant("t"), deadline_unix_s=1.0)
-        profile = build_profile(RECORD, endpoint, parsed.profile_fields(), prompts, context, OutputLengths())
+        profile = build_profile(RECORD, endpoint, parsed.asked, prompts, context, OutputLengths())
     except ApiError as error:
         assert error.status == 400 and error.message
     else:
-        assert profile.n == parsed.choices and profile.stream == parsed.stream
-        assert profile.tools == parsed.tools and profile.structured == parsed.structured
+        asked = parsed.asked
+        assert profile.n == asked.n * (len(prompts) if endpoint is Endpoint.COMPLETIONS else 1)
+        assert (profile.stream, profile.tools, profile.structured) == (asked.stream, asked.tools, asked.structured)
         assert profile.max_tokens >= (endpoint is Endpoint.CHAT)
-        assert len(prompts) * parsed.n == parsed.choices or endpoint is Endpoint.EMBEDDINGS
 
 
 @settings(max_examples=200, deadline=None)
@@ -122,7 +122,7 @@ def test_what_the_engine_gets_is_the_clients_bytes() -> None:
 def test_what_openai_accepts_is_accepted(message: dict[str, Any]) -> None:
     """Empty assistant content, none beside tool calls, media as data (J6)."""
     body = CHAT | {"messages": [{"role": "user", "content": "Hi"}, message]}
-    assert parse_body(Endpoint.CHAT, json.dumps(body).encode()).model == "m"
+    assert parse_body(Endpoint.CHAT, json.dumps(body).encode()).asked.model == "m"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url"])
@@ -155,8 +155,9 @@ def test_what_a_body_asks_for(
 ) -> None:
     """The views that the gateway decides by."""
     parsed = parse_body(Endpoint.CHAT, json.dumps(CHAT | fields).encode())
-    assert (parsed.stream, parsed.include_usage, parsed.max_tokens, parsed.n) == (stream, usage, max_tokens, n)
-    assert (parsed.tools, parsed.structured) == (tools, structured)
+    asked = parsed.asked
+    assert (asked.stream, asked.include_usage, asked.max_tokens, asked.n) == (stream, usage, max_tokens, n)
+    assert (asked.tools, formatted(parsed.fields), asked.structured) == (tools, structured, structured)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,8 @@ def test_what_a_body_asks_for(
 def test_each_prompt_has_its_choices(prompt: Any, n: int | None, choices: int) -> None:
     """Several prompts are served in one request; a list of token ids is one prompt (ING-1)."""
     parsed = parse_body(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": prompt, "n": n}).encode())
-    assert parsed.choices == choices
+    assert len(EstimatedTokenizer().prompts(Endpoint.COMPLETIONS, parsed.mapping)) * parsed.asked.n == choices
+    assert parsed.asked.continuable == (choices == 1)
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], ["a", [1]], [1, [1]], ["a"] * 129, ["a", "", 5]])

@@ -29,7 +29,7 @@ FUNCTION: dict[str, Any] = {"type": "function", "name": "look", "parameters": {"
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     """The chat of a body of either API; it must pass the chat's own check."""
     api = responses_bodies.translate if "input" in body else anthropic_bodies.translate
-    raw = api(json.dumps(body).encode()).chat
+    raw = api(json.dumps(body).encode()).body
     return parse_body(Endpoint.CHAT, raw).mapping
 
 
@@ -377,6 +377,6 @@ def test_whatever_comes_is_a_chat_or_a_400(translate: Any, base: dict[str, Any],
         body[conversation] = data.draw(ITEMS)
     body |= data.draw(st.dictionaries(st.sampled_from([*struct.__struct_fields__]), VALUES, max_size=2))
     try:
-        parse_body(Endpoint.CHAT, translate(json.dumps(body).encode()).chat)
+        parse_body(Endpoint.CHAT, translate(json.dumps(body).encode()).body)
     except ApiError as error:
         assert error.status == 400 and len(error.message) < 400

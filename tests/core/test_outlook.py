@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from broker.core.plan.coordinator import CoordinatorSettings
@@ -124,6 +126,19 @@ def test_what_can_never_be_is_told_for_ever_or_for_half_a_minute() -> None:
     assert words(told(bench, "b")) == (0.0, text, 30, False)
     bench.report(listed("a"), listed("kept"), gib=3.0)
     assert told(bench, "b").refusal == ""
+
+
+@pytest.mark.parametrize("changes", [{"tenant": "blue"}, {"allow_co_location": False}, {}])
+def test_who_may_not_live_beside_what_stays_is_told_so(changes: dict[str, Any]) -> None:
+    """Memory is not all: tenants, who wants a device for itself, and how many may share one."""
+    alone = record("b", **changes)
+    bench = settled(
+        alone, record("kept", min_replicas=1), settings=SchedulerSettings(models_per_device_max=2 if changes else 1)
+    )
+    bench.report(listed("kept"), gib=8.0)
+    need = "1.0 GiB (weights 768.0 MiB + KV 128.0 MiB + overhead 128.0 MiB)"
+    text = f"no capacity, pinned: needs {need}; pinned models or minimum replicas hold the room (kept)"
+    assert words(told(bench, "b")) == (0.0, text, 30, False)
 
 
 def test_memory_that_a_kept_replica_was_lent_is_no_reason_to_refuse() -> None:

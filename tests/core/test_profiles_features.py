@@ -51,7 +51,7 @@ def record(**changes: Any) -> ModelRecord:
 def fields_of(endpoint: Endpoint, body: dict[str, Any]) -> BodyFields:
     """What the profile takes of a body that gives these fields beside the least that its route asks for."""
     least = {"messages": [{"role": "user", "content": "x"}]} if endpoint is Endpoint.CHAT else {"prompt": "x"}
-    return parse_body(endpoint, msgspec.json.encode({"model": "a", **least, **body})).profile_fields()
+    return parse_body(endpoint, msgspec.json.encode({"model": "a", **least, **body})).asked
 
 
 def profile(body: dict[str, Any], tokens: int, endpoint: Endpoint = Endpoint.CHAT, **changes: Any) -> RequestProfile:

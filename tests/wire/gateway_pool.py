@@ -357,11 +357,11 @@ class Pool:
             await self.bus.kv_put(names.MODELS_BUCKET, one.name, encode(one))
         self._records += records
 
-        def known(one: ModelRecord) -> bool:
-            found = self.gateway.state_of(one.name)
-            return found is not None and found[0].record == one
+        def known() -> bool:
+            told = [view.record for view, _ in self.gateway.model_states()]
+            return all(one in told for one in records)
 
-        await until(lambda: all(known(one) for one in records), "the gateway knows the models")
+        await until(known, "the gateway knows the models")
 
     async def replica(
         self,

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 
+from broker.scheduler.costs_sync import KEPT_S_MAX
 from broker.scheduler.shell import Scheduler
 from profiles.costs import work_s
 from subjects import names
-from subjects.codec import encode
-from subjects.ids import ReplicaId
+from subjects.codec import decode, encode
+from subjects.ids import ReplicaId, RequestId
 from subjects.messages import (
     CostPoint,
     CostsMeasured,
     EngineType,
+    KeptCosts,
     ModelRecord,
     PoolDigest,
     PoolReplica,
     ReplicaState,
     StepCosts,
     StepSums,
+    Task,
 )
 from subjects.nats.bus import NatsBus
 from tests.core.scheduler_world import record
@@ -32,7 +37,9 @@ from tests.servers import NatsServer
 from tests.waiting import until
 from tests.wire.replica_ends import AgentEnd, ScriptedGateway, simulated_record
 from tests.wire.test_scheduler import Rig, rig_on
+from workers import measuring
 from workers.control_messages import Load, Measured, Ready
+from workers.engines.base import Engine, EngineInfo, EngineLoad, EngineRequest
 
 POINTS = (
     CostPoint(batch=1, input_tokens=64, sums=StepSums(steps=1, prompt_tokens=64, prompt_tokens2=4096, busy_s=0.07)),
@@ -94,6 +101,40 @@ async def test_measurements_outlive_schedulers_and_lost_stores(nats_server: Nats
         await _leads(other)
         told = await _row(rig)
         assert (told["source"], told["costs"]) == ("measured", row["costs"])
+        await rig.end(other)
+        (entry,) = await rig.bus.kv_entries(names.COSTS_BUCKET)
+        old = msgspec.structs.replace(decode(entry.value, KeptCosts), at_unix_s=time.time() - KEPT_S_MAX - 60.0)
+        await rig.bus.kv_put(names.COSTS_BUCKET, entry.key, encode(old))
+        await _leads(await rig.scheduler("third"))
+        assert all(row["source"] == "estimated" for row in await rig.control("get", {"what": "costs"}))
+        assert not await rig.bus.kv_entries(names.COSTS_BUCKET)
+
+
+class _Silent:
+    """An engine that takes requests and never answers."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=0, waiting=0, kv_pages_free=64, sums=StepSums())
+
+    def add(self, request: EngineRequest) -> None:
+        pass
+
+    def abort(self, request: RequestId, attempt: int) -> None:
+        self.aborted.append(request)
+
+
+async def test_a_point_that_is_never_over_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests end, it counts as failed, and the next point begins from nothing."""
+    monkeypatch.setattr(measuring, "POINT_S_MAX", 0.05)
+    engine = _Silent()
+    info = EngineInfo(4, 64, 16, 512, gives_token_ids=False, continues=False)
+    prober = measuring.Prober(cast("Engine", engine), info, Task.GENERATE)
+    for failures in (1, 2):
+        assert await prober.point(2, 16) == []
+        assert prober.failures == failures and len(engine.aborted) == 2 * failures
 
 
 @pytest.fixture

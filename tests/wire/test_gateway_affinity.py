@@ -313,12 +313,12 @@ async def test_a_node_that_does_not_answer_is_asked_again(
 
 
 async def test_costs_that_were_measured_since_count(shared_nats_server: NatsServer) -> None:
-    """A model that is applied again with its measured costs, and is the same model, is weighed by them from then on."""
+    """The costs that the pool's digest tells are those by which reuse is weighed from then on."""
     async with open_pool(shared_nats_server.url) as pool:
         model = record()
-        measured = msgspec.structs.replace(model, costs={"cpu": StepCosts(prefill_token_s=0.5, step_const_s=1.0)})
-        found = [pool.gateway._reuse_costs(one) for one in (model, measured, measured)]
-        assert found == [reuse_costs(model), reuse_costs(measured), reuse_costs(measured)]
+        costs = StepCosts(prefill_token_s=0.5, step_const_s=1.0)
+        found = [pool.gateway._reuse_costs(model, told) for told in (None, costs, costs)]
+        assert found == [reuse_costs(model), reuse_costs(model, costs), reuse_costs(model, costs)]
         assert found[0] != found[1]
 
 

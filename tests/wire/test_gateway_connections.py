@@ -187,8 +187,8 @@ async def test_what_a_client_that_reads_nothing_holds(pool: Pool) -> None:
         await asyncio.get_running_loop().sock_sendall(client, asked)
         await until(lambda: replica.runs and replica.runs[0].ended.is_set(), "the flood is stopped")
         run = replica.runs[0]
-        (connection,) = [one for one in pool.server.connections if one.transport.get_write_buffer_size()]
-        unsent = connection.transport.get_write_buffer_size()
+        connections = pool.server._server.server_state.connections
+        (unsent,) = [size for one in connections if (size := one.transport.get_write_buffer_size())]
     assert run.cancelled_by == "cancel"
     piece = exchange.READ_BYTES_MAX + PIECE_BYTES
     assert http_protocol.UNSENT_BYTES_MAX < unsent <= http_protocol.UNSENT_BYTES_MAX + piece

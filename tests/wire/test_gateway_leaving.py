@@ -183,5 +183,4 @@ async def test_a_client_that_never_reads_is_dropped(pool: Pool, monkeypatch: pyt
 
 
 def _metrics(pool: Pool) -> str:
-    pool.gateway.refresh_gauges()
-    return pool.gateway.metrics.text().decode()
+    return pool.gateway.metrics_text().decode()

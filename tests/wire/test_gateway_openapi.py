@@ -12,8 +12,8 @@ import pytest_asyncio
 from starlette.routing import Route
 
 from broker.api.openai_bodies import WITHHELD_FIELDS, ChatBody
-from broker.gateway.app import ANSWERED_HERE, HOT_ROUTES, OPEN_ROUTES
-from broker.gateway.other_apis import OTHER_APIS
+from broker.gateway.app import OPEN_ROUTES
+from broker.gateway.post_routes import POST_ROUTES
 from tests.servers import NatsServer
 from tests.wire.gateway_pool import Pool, open_pool, record
 
@@ -39,7 +39,7 @@ async def described(pool: Pool) -> dict[str, Any]:
 
 async def test_every_route_answered_is_described_and_the_other_way_round(pool: Pool, described: dict[str, Any]) -> None:
     """The tables that requests are routed by hold exactly the paths and methods of the document."""
-    answered = {(path, "post") for path in (*HOT_ROUTES, *ANSWERED_HERE, *OTHER_APIS)}
+    answered = {(path, "post") for path in POST_ROUTES}
     for route in pool.app._rest.routes:
         assert isinstance(route, Route) and route.methods == {"GET", "HEAD"}
         answered.add((route.path.replace(":path}", "}"), "get"))

@@ -288,7 +288,8 @@ async def test_a_changed_record_is_followed_and_a_broken_one_ignored(pool: Pool)
     await pool.register(changed)
     assert [(await pool.chat(name)).status_code for name in ("new", "old")] == [200, 404]
     await pool.bus.kv_delete("carpool-models", model.name)
-    await until(lambda: pool.gateway.state_of(model.name) is None, "the model is gone")
+    known = pool.gateway.model_states
+    await until(lambda: all(view.name != model.name for view, _ in known()), "the model is gone")
     assert (await pool.chat(model.name)).status_code == 404
 
 

@@ -223,6 +223,7 @@ class AgentCore:
             budget_bytes=self._ledger.charge_of(replica.replica, replica.device),
             running=replica.running if serves else 0,
             slots=replica.slots if serves else 0,
+            slots_max=replica.engine_slots if serves else 0,
             kv_pages_free=replica.kv_pages_free if serves else 0,
             kv_pages=replica.kv_pages if serves else 0,
             idle_s=replica.idle_s + now_s - replica.counted_s if idle else 0.0,

@@ -137,7 +137,7 @@ class Availability:
             return None
         blocked: list[Device] = []
         for group in groups:
-            held = [d for d in group if self._feasibility.held_bytes(d) + record.budget_bytes > d.report.memory_bytes]
+            held = [device for device in group if self._feasibility.shut(device, record)]
             if len(group) - len(held) >= record.gpus:
                 return None
             blocked += held

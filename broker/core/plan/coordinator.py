@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 from broker.core.plan import tunables as t
 from broker.core.plan.advice import advice
-from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.layout import Layout
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.memory import Memory
@@ -38,6 +37,7 @@ from broker.core.plan.problem import Block, Look, Need, Place, Problem, Site, fi
 from broker.core.plan.search import Search, named, plan
 from broker.core.plan.standby import SpareChooser, Spares
 from broker.core.plan.turns import Turns
+from profiles.costs import decode_work_s, prefill_s
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ModelRecord, ReplicaState, SlaClass, StepCosts
 
@@ -202,15 +202,14 @@ class Coordinator:
         kv_min = kv_least_bytes(model, t.KV_TOKENS_MIN)
         idle_s = now_s - need.last_seen_s if now_s - need.last_seen_s >= t.IDLE_S else 0.0
         keep_s = record.keep_s if record.keep_s is not None else s.keep_s
+        rested = idle_s > max(0.0, 2 * model.load_s)
         alive = not idle_s or (bool(model.replicas) and idle_s < keep_s)
         may_start = model.may_load and model.may_act
         residency_s = max(s.residency_s, model.load_s)
         turn_s = max(s.turn_s, residency_s + model.load_s)
-        ready = [r.since_s for r in model.replicas if r.state is ReplicaState.READY]
-        settled = bool(ready) and now_s - max(ready) >= residency_s
         if idle_s and (record.min_replicas or not model.replicas):
             lack_none = 1.0
-        elif idle_s:
+        elif rested:
             lack_none = t.IDLE_PRICE / (1.0 + idle_s / t.IDLE_HALF_S) / self._values[record.sla_class]
         else:
             lack_none = 1.0 + (turn_s if model.replicas else model.oldest_wait_s)
@@ -232,12 +231,13 @@ class Coordinator:
             lack_none=lack_none,
             wait_s=model.oldest_wait_s if model.waiting else 0.0,
             idle_s=idle_s,
+            rested=rested,
             turn_s=turn_s,
-            settled=settled,
+            residency_s=residency_s,
             floor=record.min_replicas,
             fails=model.fails,
             replicas_min=max(record.min_replicas, int(alive)),
-            replicas_wanted=math.ceil(need.seats / record.max_num_seqs) if alive else 0,
+            replicas_wanted=math.ceil(need.seats / model.seats) if alive else 0,
             replicas_max=min(record.max_replicas, record.max_replicas if may_start else len(model.replicas)),
             starts_max=max(0, record.max_replicas - len(model.replicas)),
             co_locates=record.allow_co_location,
@@ -475,7 +475,7 @@ class Coordinator:
             return True
         index = next(i for i, model in enumerate(look.models) if model.record.deployment == view.deployment)
         need = look.needs[index]
-        again_s = view.running * prefill_work_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
+        again_s = view.running * prefill_s(look.costs[index], need.input_tokens + need.output_tokens / 2)
         return again_s <= t.AGAIN_S_MAX + t.AGAIN_SHARE * closed_s
 
     # ------------------------------------------------------------------------------------------------------------ routing
@@ -539,11 +539,11 @@ class Coordinator:
             need, costs, record = look.needs[block.need], look.costs[block.need], look.models[block.need].record
             share = min(layout.share(block.need, site) for site in block.sites)
             tpot_s = record.sla.tpot_ms / 1000 * t.TPOT_RUN
-            slots = record.max_num_seqs
+            most = slots = view.slots_max or record.max_num_seqs
             # Where the steps alone take longer than that, fewer at once would bring no token in time.
             if need.request_s > 0 and tpot_s * share > costs.step_const_s:
                 slots = int(need.output_tokens * (tpot_s * share - costs.step_const_s) / need.request_s)
-            slots = min(max(slots, t.SLOTS_MIN), record.max_num_seqs)
+            slots = min(max(slots, t.SLOTS_MIN), most)
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
                 actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
         return actions
@@ -558,11 +558,11 @@ def _rates(record: ModelRecord, costs: StepCosts, need: ModelNeed, kinds: dict[s
     """By kind how fast a model's usual request is served there, over how fast with ``costs``; those where it can run."""
     rates = {SHUT: 1.0}
     tokens = (need.input_tokens, need.output_tokens)
-    work_s = prefill_work_s(costs, need.input_tokens) + decode_work_s(costs, *tokens)
+    work_s = prefill_s(costs, need.input_tokens) + decode_work_s(costs, *tokens)
     for kind, device in kinds.items():
         there = record.costs.get(device.device_type)
         if there is None or (device.engines and record.engine_type.value not in device.engines):
             continue
-        takes_s = prefill_work_s(there, need.input_tokens) + decode_work_s(there, *tokens)
+        takes_s = prefill_s(there, need.input_tokens) + decode_work_s(there, *tokens)
         rates[kind] = work_s / takes_s if there is not costs and takes_s > 0 else 1.0
     return rates

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
 
 from broker.core.plan import tunables as t
+from broker.core.pool.catalogue import DeviceKey
 from broker.core.pool.state import Device, Pool
 from profiles.costs import engine_name, fit_costs, is_sane, median_error, sequences, sums_between, sums_of, work_s
 from profiles.estimate import WITHOUT_DEVICE, Figures, estimate, figures, kind_figures, scaled
@@ -61,6 +62,8 @@ class Account:
     """What is known of one deployment on one kind of device."""
 
     kept: KeptCosts | None = None
+    """The latest of those in ``by_engine``: with engines of two versions at work, plans go by the one measured last."""
+    by_engine: dict[str, KeptCosts] = field(default_factory=dict)
     fitted: StepCosts | None = None
     """As kept, or of a server as its answers tell."""
     ratio: float = 1.0
@@ -72,6 +75,8 @@ class Account:
     """Since when the ratio says that the measurement is wrong; infinite: it does not."""
     deviates: bool = False
     """Whether that has lasted."""
+    asked_ratio: float = 1.0
+    """The ratio that the last new measurement was asked for at: one that explains nothing is not asked for again."""
     served: list[float] = field(default_factory=lambda: [0.0] * 4)
     """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
     windows: deque[StepSums] = field(default_factory=deque)
@@ -95,15 +100,15 @@ class CostsRow:
     device_type: str
     source: Source
     costs: StepCosts
-    correction: float
-    at_unix_s: float
-    points: tuple[CostPoint, ...]
-    whole: bool
-    engine: str
+    account: Account
+    """Without a measurement where the costs are given."""
     error: float
     """Median over the last steps that engines told of; NaN while there are none."""
-    steps: int
-    deviates: bool
+
+    @property
+    def points(self) -> tuple[CostPoint, ...]:
+        """What was measured."""
+        return self.account.kept.points if self.account.kept is not None else ()
 
 
 class CostBook:
@@ -118,6 +123,10 @@ class CostBook:
         self._hardware = DeviceKind.CPU
         """GPU where there is any: what a model may run at once depends on it."""
         self._kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
+        self._measuring: dict[ReplicaId, int] = {}
+        """Who was last asked to measure, and up to which batch."""
+        self._in_vain: set[ReplicaId] = set()
+        """Those that tried all points and got none: they are not asked again."""
         self._profiled: dict[DeploymentKey, tuple[float, int]] = {}
         """Models of which somebody wants whole curves: until when, and up to which batch."""
         self.news = 0
@@ -161,6 +170,10 @@ class CostBook:
             filled = record if same else msgspec.structs.replace(record, costs=costs, max_num_seqs=seats)
         self._filled[record.deployment] = (record, self.news, filled)
         return filled
+
+    def fastest(self, record: ModelRecord) -> StepCosts | None:
+        """Those of the kind of device that computes its prompts fastest; None where no kind is known."""
+        return min(self.filled(record).costs.values(), key=lambda costs: costs.prefill_token_s, default=None)
 
     def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
         """Without correction."""
@@ -211,9 +224,11 @@ class CostBook:
         """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
         points = tuple(point for point in event.points if is_sane(point.sums))
         account = self._accounts[_key(record, event.device_type)]
-        old = account.kept
-        anew = old is None or account.deviates or old.engine != event.engine
+        old = account.by_engine.get(event.engine)
+        anew = old is None or account.deviates
         if not points and (anew or not event.whole):
+            if event.whole:
+                self._in_vain.add(event.replica)
             return None
         cells = {} if anew or old is None else {_cell(point): point for point in old.points}
         for point in points:
@@ -241,10 +256,20 @@ class CostBook:
         """What was kept by an earlier life of this pool, or by the scheduler that leads; what is older than ours is not."""
         for kept in entries:
             account = self._accounts[kept.deployment, kept.device_type, kept.gpus]
-            if account.kept is None or kept.at_unix_s > account.kept.at_unix_s:
+            known = account.by_engine.get(kept.engine)
+            if known is None or kept.at_unix_s > known.at_unix_s:
                 self._take(account, kept)
 
+    def forget(self, deployment: DeploymentKey) -> None:
+        """Nobody has this model any more: what was not measured goes; what was stays known for who applies it again."""
+        self._filled.pop(deployment, None)
+        for key in [key for key, account in self._accounts.items() if key[0] == deployment and account.kept is None]:
+            del self._accounts[key]
+
     def _take(self, account: Account, kept: KeptCosts) -> None:
+        account.by_engine[kept.engine] = kept
+        if account.kept is not None and kept.at_unix_s < account.kept.at_unix_s:
+            return
         account.kept, account.fitted = kept, kept.costs
         account.restart()
         self.news += 1
@@ -269,7 +294,7 @@ class CostBook:
                 continue
             known[replica.replica] = replica.sums
             record = records.get(replica.deployment)
-            if record is None or not is_sane(window) or _has_company(replica, snapshot.replicas):
+            if record is None or not is_sane(window) or self._has_company(replica, snapshot.replicas):
                 continue
             kind = kinds.get(replica.device, "")
             account = self._accounts[_key(record, kind)]
@@ -298,8 +323,20 @@ class CostBook:
             return False
         account.off_since_s = min(account.off_since_s, now_s)
         lasts = now_s - account.off_since_s >= t.DEVIATION_S and account.steps >= t.CORRECTION_STEPS
-        before, account.deviates = account.deviates, account.deviates or lasts
-        return lasts and not before
+        if account.deviates or not lasts or abs(account.ratio / account.asked_ratio - 1.0) <= t.DEVIATION_MAX:
+            return False
+        account.deviates, account.asked_ratio = True, account.ratio
+        return True
+
+    def _has_company(self, replica: ReplicaReport, replicas: Sequence[ReplicaReport]) -> bool:
+        """Whether another replica works, or measures, on one of its devices."""
+        mine = {replica.device, *replica.peers}
+        return any(
+            (other.running or other.replica in self._measuring)
+            and other.replica != replica.replica
+            and not mine.isdisjoint((other.device, *other.peers))
+            for other in replicas
+        )
 
     def served(self, rows: Iterable[ModelDemand], records: Mapping[DeploymentKey, ModelRecord]) -> None:
         """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
@@ -327,33 +364,42 @@ class CostBook:
             for (whose, _, _), account in self._accounts.items():
                 if whose == deployment and account.kept is not None:
                     account.kept = msgspec.structs.replace(account.kept, whole=False)
+                    account.by_engine[account.kept.engine] = account.kept
         self._profiled[deployment] = (now_s + for_s, batch_max)
 
     def to_load(self, record: ModelRecord, worker: WorkerId, device: DeviceId) -> bool:
         """Whether a replica that is loaded there should measure before it serves."""
         kind = self._kind(worker, device)
         account = self._accounts.get(_key(record, kind))
-        return self._measures(record, kind) and not _has(account, self._engine(worker, record))
+        return self._measures(record, kind) and _kept(account, self._engine(worker, record)) is None
 
     def to_measure(self, now_s: float, records: Mapping[DeploymentKey, ModelRecord]) -> dict[ReplicaId, int]:
-        """Who should measure in idle moments, and up to which batch: one replica of each deployment and kind."""
+        """Who should measure in idle moments, and up to which batch: one replica of each deployment and kind, and one on a
+        device, those first of which somebody wants a profile."""
         self._profiled = {whose: asked for whose, asked in self._profiled.items() if asked[0] > now_s}
         found: dict[ReplicaId, int] = {}
         taken: set[Key] = set()
-        for replica in self._pool.replicas_in_order():
+        devices: set[DeviceKey] = set()
+        self._in_vain.intersection_update(self._pool.replicas)
+        for replica in sorted(self._pool.replicas_in_order(), key=lambda one: one.report.deployment not in self._profiled):
             record = records.get(replica.report.deployment)
             if record is None or replica.dead or replica.report.state is not ReplicaState.READY:
+                continue
+            if replica.replica in self._in_vain:
                 continue
             kind = self._kind(replica.worker, replica.report.device)
             key = _key(record, kind)
             asked = self._profiled.get(record.deployment)
-            if key in taken or not (asked or self._measures(record, kind)):
+            mine = {(replica.worker, device) for device in replica.devices}
+            if key in taken or not mine.isdisjoint(devices) or not (asked or self._measures(record, kind)):
                 continue
             account = self._accounts.get(key)
-            done = account is not None and account.kept is not None and account.kept.whole and not account.deviates
-            if asked or not done or not _has(account, self._engine(replica.worker, record)):
+            kept = _kept(account, self._engine(replica.worker, record))
+            if asked or account is None or kept is None or not kept.whole or account.deviates:
                 found[replica.replica] = asked[1] if asked else t.MEASURED_BATCH_MAX
                 taken.add(key)
+                devices |= mine
+        self._measuring = found
         return found
 
     def _measures(self, record: ModelRecord, device_type: str) -> bool:
@@ -379,24 +425,9 @@ class CostBook:
         for kind in sorted(kinds):
             costs, source = self.costs_of(record, kind)
             account = self._accounts.get(_key(record, kind)) or Account()
-            given = source is Source.GIVEN
-            kept = None if given else account.kept
-            rows.append(
-                CostsRow(
-                    record.name,
-                    kind,
-                    source,
-                    costs,
-                    1.0 if given else account.correction,
-                    kept.at_unix_s if kept is not None else 0.0,
-                    kept.points if kept is not None else (),
-                    kept is not None and kept.whole,
-                    kept.engine if kept is not None else "",
-                    median_error(costs, account.windows),
-                    account.window_steps,
-                    account.deviates,
-                )
-            )
+            if source is Source.GIVEN:
+                account = replace(account, kept=None, correction=1.0)
+            rows.append(CostsRow(record.name, kind, source, costs, account, median_error(costs, account.windows)))
         return rows
 
 
@@ -408,18 +439,11 @@ def _cell(point: CostPoint) -> tuple[int, int, bool]:
     return point.batch, point.input_tokens, point.decodes
 
 
-def _has(account: Account | None, engine: str) -> bool:
-    """Whether something was measured with this engine; one whose version nobody told is taken to be the same."""
-    return account is not None and account.kept is not None and (not engine or account.kept.engine == engine)
-
-
-def _has_company(replica: ReplicaReport, replicas: Sequence[ReplicaReport]) -> bool:
-    """Whether another replica works on one of its devices."""
-    mine = {replica.device, *replica.peers}
-    return any(
-        other.running and other.replica != replica.replica and not mine.isdisjoint((other.device, *other.peers))
-        for other in replicas
-    )
+def _kept(account: Account | None, engine: str) -> KeptCosts | None:
+    """What was measured with this engine; one whose version nobody told is taken to be that of the last measurement."""
+    if account is None:
+        return None
+    return account.by_engine.get(engine) if engine else account.kept
 
 
 def _some(costs: StepCosts) -> StepCosts:

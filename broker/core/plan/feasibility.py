@@ -80,6 +80,15 @@ class Feasibility:
             self._held[device.key] = known
         return known
 
+    def shut(self, device: Device, record: ModelRecord) -> bool:
+        """Whether what stays on a device keeps a model from it, be it by its bytes or because they may not be neighbours."""
+        if self.held_bytes(device) + record.budget_bytes > device.report.memory_bytes:
+            return True
+        room = self._pool.room(device)
+        leavers = [replica for replica in room.replicas if not self.holds(replica.report.deployment)]
+        stay = [other for other in self._others(device, record, leavers) if self.holds(other)]
+        return bool(stay) and bool(self._neighbours_refusal(device, record, stay))
+
     def _least_bytes(self, replica: Replica) -> int:
         """Of its budget, what a replica keeps when others need room: KV that it was lent beyond its own need goes back."""
         record = self._catalogue.of_deployment(replica.report.deployment)
@@ -138,8 +147,7 @@ class Feasibility:
         if groups and (not self._catalogue.any_stay or self.replicas_count(record.deployment)):
             return 2
         for group in groups:
-            free = [d for d in group if self.held_bytes(d) + record.budget_bytes <= d.report.memory_bytes]
-            if len(free) >= record.gpus:
+            if sum(not self.shut(device, record) for device in group) >= record.gpus:
                 return 2
         fitting = [device for device in self._pool.devices(usable=False) if self._fits(device, record)]
         return int(bool(_grouped(fitting, record.gpus)))
@@ -161,7 +169,6 @@ class Feasibility:
 
     def room_refusal(self, record: ModelRecord, devices: Sequence[Device], victims: Sequence[Replica]) -> str:
         """Why a replica has no room on these devices once ``victims`` have left; empty when it has."""
-        models_max = self._settings.models_per_device_max
         for device in devices:
             name = device.report.device
             leavers = [victim for victim in victims if name in victim.devices]
@@ -171,11 +178,17 @@ class Feasibility:
                     f"{record.name} needs {bytes_text(record.budget_bytes)} on {name}, "
                     f"{bytes_text(max(0, block_bytes))} are to be had"
                 )
-            others = self._others(device, record, leavers)
-            if models_max is not None and len(others) >= models_max:
-                return f"{name} has {len(others)} other models, at most {models_max} may share it"
-            if others and not (record.allow_co_location and all(self._co_locates(other, record) for other in others)):
-                return f"{record.name} or a model on {name} wants its device for itself"
+            if refusal := self._neighbours_refusal(device, record, self._others(device, record, leavers)):
+                return refusal
+        return ""
+
+    def _neighbours_refusal(self, device: Device, record: ModelRecord, others: Sequence[DeploymentKey]) -> str:
+        """Why a model may not live on a device beside these others; empty when it may."""
+        models_max, name = self._settings.models_per_device_max, device.report.device
+        if models_max is not None and len(others) >= models_max:
+            return f"{name} has {len(others)} other models, at most {models_max} may share it"
+        if others and not (record.allow_co_location and all(self._co_locates(other, record) for other in others)):
+            return f"{record.name} or a model on {name} wants its device for itself"
         return ""
 
     def block_bytes(self, device: Device, leavers: Sequence[Replica]) -> int:

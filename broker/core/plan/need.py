@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from broker.core.plan import tunables as t
-from broker.core.plan.capacity import context_mean_tokens, prefill_work_s, standing_share
 from broker.core.plan.headroom import Headroom
 from broker.core.plan.policy import ModelView
+from profiles.costs import context_mean_tokens, prefill_s, standing_share
 from subjects.ids import DeploymentKey
 from subjects.messages import ReplicaState, StepCosts
 
@@ -250,7 +250,7 @@ class Needs:
         for (model, costs), tracker in zip(models, trackers, strict=True):
             need, waiting = tracker.need, model.waiting
             need.prefill, need.fast = wanted[tracker.row], fast[tracker.row]
-            need.waiting_s = waiting * prefill_work_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
+            need.waiting_s = waiting * prefill_s(costs, model.waiting_input_tokens / waiting) if waiting else 0.0
             # Of what waits, what can be answered meanwhile counts with its answers.
             answers_s = waiting * need.output_tokens * need.token_s * min(1.0, t.QUEUE_DRAIN_S / need.life_s)
             need.queue = min(t.QUEUE_REPLICAS_MAX, max(0.0, need.waiting_s + answers_s - t.QUEUE_FREE_S) / t.QUEUE_DRAIN_S)
@@ -287,7 +287,7 @@ class Needs:
             first_s = 0.0  # Within a length class all requests count as equal.
             for count, tokens in zip(arrivals.requests, arrivals.input_tokens, strict=True):
                 if count:
-                    each_s = prefill_work_s(costs, tokens / count)
+                    each_s = prefill_s(costs, tokens / count)
                     first_s += count * each_s
                     tracker.lengths.add(each_s, count)
             self.headroom.arrived(tracker.row, first_s, requests)
@@ -307,7 +307,7 @@ class Needs:
                 need.output_tokens = max(1.0, tracker.tokens_out / tracker.finished)
         context = context_mean_tokens(need.input_tokens, need.output_tokens)
         need.token_s = token_s = costs.step_request_s + costs.step_context_token_s * context
-        need.request_s = prefill_work_s(costs, need.input_tokens) + need.output_tokens * token_s
+        need.request_s = prefill_s(costs, need.input_tokens) + need.output_tokens * token_s
         need.life_s = life_s = min(max(2.0, need.output_tokens * t.TOKEN_S), 90.0)
         fade = math.exp(-gone_s / life_s)
         tracker.decode = tracker.decode * fade + (1 - fade) * requests * need.output_tokens * token_s / gone_s
@@ -319,7 +319,7 @@ class Needs:
         need.running = need.running * fade + (1 - fade) * model.running
         serving = sum(1 for replica in model.replicas if replica.running) or 1
         need.activity = 1 - math.exp(-need.running / serving)
-        busy = max(self._seated(model), self._soon(model, costs, need, tracker))
+        busy = max(self._seated(now_s, model, life_s), self._soon(model, costs, need, tracker))
         need.seats = tracker.seats_most.add(now_s, t.SEATS_FACTOR * busy)
         need.kv_tokens = tracker.kv_most.add(now_s, self._kv_tokens(model, costs, need, tracker))
         ttft_ms = model.record.sla.ttft_p95_ms
@@ -332,14 +332,19 @@ class Needs:
         if requests or model.running or model.waiting:
             need.last_seen_s = now_s
 
-    def _seated(self, model: ModelView) -> float:
-        """Requests that should have a seat now: those that run, and a few of those that wait; all that wait where they do so
-        for long because no seat is free."""
+    def _seated(self, now_s: float, model: ModelView, life_s: float) -> float:
+        """Requests that should have a seat now: those that run, and a few of those that wait; where they do so for long
+        because no seat is free, all but those that will have had one of the present seats before another is loaded. What
+        runs just after a load is what waited for it, and tells nothing of what will run."""
         ready = [replica for replica in model.replicas if replica.state is ReplicaState.READY]
+        seats = model.seats
+        late = max(0.0, model.waiting - max(1, len(model.replicas)) * seats * model.load_s / life_s)
+        late = min(late, max(t.QUEUE_REPLICAS_MAX, len(ready)) * seats)
+        if now_s - min((replica.since_s for replica in ready), default=now_s) < max(model.load_s, life_s):
+            return late
         if model.oldest_wait_s < t.LATE_S or model.running < t.SEATS_FULL_SHARE * sum(replica.slots for replica in ready):
             return model.running + min(model.waiting, 0.2 * model.running)
-        seats = model.record.max_num_seqs
-        return max(model.running, len(ready) * seats) + min(model.waiting, max(t.QUEUE_REPLICAS_MAX, len(ready)) * seats)
+        return max(model.running, len(ready) * seats) + late
 
     def _kv_tokens(self, model: ModelView, costs: StepCosts, need: ModelNeed, tracker: _Tracker) -> float:
         """KV for what runs and waits by what it is expected to hold, for what is held, and for what will run by Little's

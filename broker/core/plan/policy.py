@@ -65,6 +65,8 @@ class ReplicaView:
     """Share of the last prompts' tokens that its engine found in its prefix cache; None where it does not tell."""
     step_s: float | None = None
     """Running mean of its engine's step time; None where it does not tell."""
+    slots_max: int = 0
+    """What its engine was started with; 0 where nobody told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,12 @@ class ModelView:
     """Where that was."""
     resizes_kv: bool = True
     """Whether its replicas can change their KV budget while they run."""
+
+    @property
+    def seats(self) -> int:
+        """Requests that one of its replicas runs at once: as their engines tell, before that as its record does."""
+        told = [replica.slots_max for replica in self.replicas if replica.slots_max]
+        return sum(told) // len(told) if told else self.record.max_num_seqs
 
 
 @dataclass(frozen=True, slots=True)

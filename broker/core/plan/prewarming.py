@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from broker.core.plan import tunables as t
-from broker.core.plan.capacity import decode_work_s, prefill_work_s
 from broker.core.plan.forecast import ALL_CLASSES, Forecaster, Key
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.need import ModelNeed
@@ -37,6 +36,7 @@ from broker.core.plan.policy import (
 from broker.core.plan.problem import Need
 from broker.core.plan.triggers import EngineReading, Triggers
 from broker.core.pool.catalogue import DeviceKey
+from profiles.costs import decode_work_s, prefill_s
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState, StepCosts
 
@@ -139,7 +139,7 @@ class Prospects:
             for place, requests in enumerate(counts[:3]):
                 if requests:
                     inputs, outputs = counts[3 + place] / requests, counts[6 + place] * scale / requests
-                    priced = requests * (prefill_work_s(costs, inputs) + decode_work_s(costs, inputs, outputs))
+                    priced = requests * (prefill_s(costs, inputs) + decode_work_s(costs, inputs, outputs))
                     self._telling.append(((model.record.deployment, place), priced, requests))
                     work_s += priced
             if math.isfinite(gone_s):

@@ -64,10 +64,13 @@ class Need:
     """How long its first request in the queue has waited; 0 while none does."""
     idle_s: float = 0.0
     """How long it has had no request; 0 while it has any."""
+    rested: bool = True
+    """Whether it has been idle for as long as it takes to load another in its place and itself again: so long its place has
+    cost no more than its return will (the rule of ski rental, Karlin et al. 1988)."""
     turn_s: float = 0.0
     """While it is busy: its only replica yields to a model that has waited longer than this, in seconds of equal value."""
-    settled: bool = True
-    """Whether its newest replica has served long enough to have paid for its load."""
+    residency_s: float = 0.0
+    """How long a replica serves until it has paid for its load."""
     floor: int = 0
     """Replicas that it keeps whoever waits."""
     fails: bool = False

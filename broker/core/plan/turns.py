@@ -2,18 +2,20 @@
 
 An auction in the currency of the objective, devices. A model that waits without any replica bids its value for each second
 that its first request has waited: waiting raises urgency, so whoever has waited longest gets a place first. What a replica
-asks for its place: that of an idle model next to nothing, the less the longer it has been idle; one of several a part of its
-model's value; the only one of a busy model its value for ``Need.turn_s`` seconds, once it has served for long enough to have
-paid for its load, else it is not for sale. So models that do not fit together take turns: each serves until the other has
-waited longer than this one will have to. Who has waited for ``WAIT_BOUND_S`` bids as the highest class does.
+asks for its place: that of an idle model its load and next to nothing, the less the longer it has been idle; one of several
+a part of its model's value, and so much for each second by which it has not yet paid for its load; the only one of a busy
+model its value for ``Need.turn_s`` seconds, once it has paid, else it is not for sale. So models that do not fit together
+take turns: each serves until the other has waited longer than this one will have to. Who has waited for ``WAIT_BOUND_S``
+bids as the highest class does.
 
 Others may have no place of their own either: a model below its minimum, or one whose replicas do not keep up, gets the
-places of idle models. A bidder that spans several devices and finds no place in time claims those that it is nearest to.
+places of idle models, the last one of a model only when that has rested (``Need.rested``). A bidder that spans several
+devices and finds no place in time claims those that it is nearest to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from broker.core.plan import tunables as t
@@ -117,15 +119,17 @@ class Turns:
             need = look.problem.needs[block.need]
             count = len(layout.of[block.need])
             last = count == 1
+            unpaid_s = need.residency_s - (look.now_s - look.replicas[there.replica].since_s)
             if need.idle_s > 0:
-                price = t.IDLE_PRICE / (1.0 + need.idle_s / t.IDLE_HALF_S)
-            elif not look.ready(there.replica) or (last and not need.settled):
+                again = need.load_s * look.problem.prices.load * need.gpus
+                price = t.IDLE_PRICE / (1.0 + need.idle_s / t.IDLE_HALF_S) + again
+            elif not look.ready(there.replica) or (last and unpaid_s > 0):
                 continue
             else:
-                price = need.value * (need.turn_s if last else 1.0 / count)
+                price = need.value * (need.turn_s if last else max(1.0, unpaid_s) / count)
             if last and need.floor:
                 continue
-            held = block.bytes_held or need.bytes_min
+            held = self._held_bytes(number)
             seller = _Seller(number, there.replica, block.need, block.sites, held, price, need.idle_s, last)
             for site in block.sites:
                 found.setdefault(site, []).append(seller)
@@ -139,7 +143,7 @@ class Turns:
         if seller.need == index or (need.fails and seller.idle_s < t.FAILING_IDLE_S):
             return False
         if seller.idle_s > 0:
-            return True
+            return not self.layout.of[index] or not seller.last or self.look.problem.needs[seller.need].rested
         # A busy model gives its last place only to one that waits and has none.
         return not self.layout.of[index] and (not seller.last or need.wait_s > 0)
 
@@ -186,29 +190,34 @@ class Turns:
 
     def _offer(self, index: int, need: Need, site: int, there: Iterable[_Seller]) -> tuple[_Seller, ...] | None:
         """Who would leave a site so that a block of the bidder fits; None: it would not."""
-        chosen: list[_Seller] = []
+        chosen: dict[int, _Seller] = {}
         movable = [seller for seller in there if self._sells(seller, index)]
         while not self._fits(need, index, site, chosen):
             if not movable:
                 return None
-            chosen.append(movable.pop(0))
+            seller = movable.pop(0)
+            chosen[seller.number] = seller
         # A cheap early one may have become needless beside a later, larger one.
-        for seller in list(reversed(chosen)):
-            rest = [other for other in chosen if other is not seller]
+        for number in list(reversed(chosen)):
+            rest = [other for other in chosen if other != number]
             if self._fits(need, index, site, rest):
-                chosen = rest
-        return tuple(chosen)
+                del chosen[number]
+        return tuple(chosen.values())
 
-    def _fits(self, need: Need, index: int, site: int, gone: Sequence[_Seller]) -> bool:
+    def _fits(self, need: Need, index: int, site: int, gone: Collection[int]) -> bool:
+        """Whether a block of the bidder may be on a site once these blocks have left."""
         layout, place = self.layout, self.look.problem.sites[site]
-        numbers = {seller.number for seller in gone}
-        if layout.free_bytes[site] + sum(seller.bytes_each for seller in gone) < need.bytes_min:
+        if layout.free_bytes[site] + sum(self._held_bytes(number) for number in gone) < need.bytes_min:
             return False
-        rest = [layout.blocks[number].need for number in layout.on[site] if number not in numbers]
+        rest = [layout.blocks[number].need for number in layout.on[site] if number not in gone]
         if len(rest) >= place.residents_max or index in rest:
             return False
         others = [self.look.problem.needs[other] for other in rest]
         return all(other.tenant == need.tenant and other.co_locates and need.co_locates for other in others)
+
+    def _held_bytes(self, number: int) -> int:
+        block = self.layout.blocks[number]
+        return block.bytes_held or self.look.problem.needs[block.need].bytes_min
 
     def _floors_hold(self, leave: Sequence[_Seller]) -> bool:
         """Whether of no model more leave than it can spare."""
@@ -225,14 +234,11 @@ class Turns:
         need, layout = self.look.problem.needs[index], self.layout
         groups: dict[str, list[tuple[int, int]]] = {}
         for site, place in enumerate(self.look.problem.sites):
-            if place.kind not in need.rates or place.memory_bytes < need.bytes_min:
+            if place.kind not in need.rates:
                 continue
-            stays = sum(
-                layout.blocks[number].bytes_held or self.look.problem.needs[layout.blocks[number].need].bytes_min
-                for number in layout.on[site]
-                if layout.blocks[number].stays
-            )
-            if stays + need.bytes_min <= place.memory_bytes:
-                groups.setdefault(place.group if need.gpus > 1 else str(site), []).append((stays - place.memory_bytes, site))
+            movable = [number for number in layout.on[site] if not layout.blocks[number].stays]
+            if self._fits(need, index, site, movable):
+                free = layout.free_bytes[site] + sum(self._held_bytes(number) for number in movable)
+                groups.setdefault(place.group if need.gpus > 1 else str(site), []).append((-free, site))
         options = [sorted(found)[: need.gpus] for found in groups.values() if len(found) >= need.gpus]
         return tuple(site for _, site in min(options, default=()))

@@ -195,6 +195,7 @@ class ViewBuilder:
             stays,
             report.hit_ratio,
             report.step_s or None,
+            report.slots_max,
         )
         self._replicas[replica.replica] = (report, stays, view)
         return view

@@ -99,9 +99,9 @@ class Choice(msgspec.Struct, frozen=True):
 NOWHERE = Choice(Why.FULL)
 
 
-def reuse_costs(record: ModelRecord) -> ReuseCosts:
-    """Of the kind of device that computes the model fastest: where reuse saves the least."""
-    step = min(record.costs.items(), key=lambda item: (item[1].prefill_token_s, item[0]), default=("", COSTS_DEFAULT))[1]
+def reuse_costs(record: ModelRecord, step: StepCosts | None = None) -> ReuseCosts:
+    """Of the kind of device that computes the model fastest, where reuse saves the least: ``step``, as the pool has it."""
+    step = step or COSTS_DEFAULT
     size = record.kv_bytes_per_token
     return ReuseCosts(step, size / HOST_BYTES_PER_S, size / DISK_BYTES_PER_S, size / LINK_BYTES_PER_S)
 

@@ -230,9 +230,13 @@ class Links:
                 full[kind] = (load, replica, link)
         places += [_place(replica, kind, slots, link, held_out) for kind, (_, slots, replica, link) in free.items()]
         places += [_place(replica, kind, 0, link, held_out) for kind, (_, replica, link) in full.items() if kind not in free]
+        # One that serves and has nothing of ours counts as idle: where it would be best, the queue reaches it.
+        unknown = [replica for replica in self._ready.get(model, ()) if replica not in self.links]
+        places += [Place(replica, near.get(replica), 1, 0.0, 0, 0) for replica in unknown]
         wait_s_max = PARK_S - (now_s - live.waits_since_s) if live.may_hold_out else 0.0
         tokens = live.profile.expected_output_tokens
-        return choose(places, holders, live.prefix, output_tokens=tokens, wait_s_max=wait_s_max)
+        choice = choose(places, holders, live.prefix, output_tokens=tokens, wait_s_max=wait_s_max)
+        return NOWHERE if choice.replica in unknown else choice
 
     def goes_to(self, replica: ReplicaId, live: LiveRequest) -> None:
         """A replica has it, one way or another: its engine keeps this prefix longest."""

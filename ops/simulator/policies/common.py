@@ -6,10 +6,10 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from broker.core.plan.capacity import prefill_work_s, standing_share
 from broker.core.plan.policy import Arrivals, DeviceView, ModelView, PoolView, ReplicaView
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.capacity import Load, Targets, compute_share, kv_bytes_needed
+from profiles.costs import prefill_s, standing_share
 from subjects.ids import DeploymentKey
 from subjects.messages import ModelRecord, ReplicaState, StepCosts
 
@@ -107,7 +107,7 @@ def requests_at(record: ModelRecord, costs: StepCosts, loads: Sequence[Load], kv
     if used <= 0:
         return float(record.max_num_seqs)
     step_s = _step_s(costs, Targets.of(record).tpot_s, filled)
-    in_flight = sum(load.rps * (load.output_tokens * step_s + prefill_work_s(costs, load.input_tokens)) for load in loads)
+    in_flight = sum(load.rps * (load.output_tokens * step_s + prefill_s(costs, load.input_tokens)) for load in loads)
     return max(1.0, in_flight / used * filled)
 
 
@@ -152,7 +152,7 @@ class Sizer:
         loads = self.recent.loads(now_s)
         used = capacity_used(record, costs, loads, record.kv_bytes)
         if model.waiting:
-            prefill_each_s = prefill_work_s(costs, model.waiting_input_tokens / model.waiting)
+            prefill_each_s = prefill_s(costs, model.waiting_input_tokens / model.waiting)
             rps = sum(load.rps for load in loads)
             work_each_s = compute_share(costs, loads, Targets.of(record).tpot_s, replicas=0) / rps if rps else prefill_each_s
             ttft_s = Targets.of(record).ttft_s
