@@ -10,6 +10,7 @@ from broker.core.plan.availability import Outlook
 from broker.core.plan.fairness import Fairness
 from broker.core.pool.events import PublishDigest, SchedulerSettings
 from broker.core.pool.state import Demand, Pool, Presence, Replica
+from profiles.twu import HEAVIEST_FACTOR
 from subjects.ids import ReplicaId
 from subjects.messages import (
     Lane,
@@ -48,6 +49,7 @@ class DigestBuilder:
     _lifted: tuple[tuple[int, float], tuple[TimelineEntry, ...]] | None = None
     _published_s: float | None = None
     _weights: dict[ReplicaId, float] = field(default_factory=dict)
+    _gives_way: frozenset[ReplicaId] = frozenset()
     _told: dict[ReplicaId, PoolReplica] = field(default_factory=dict)
     measures: dict[ReplicaId, int] = field(default_factory=dict)
     """Who should measure costs in idle moments, and up to which batch."""
@@ -73,6 +75,11 @@ class DigestBuilder:
         news = {r: w for r, w in weights.items() if w >= 0.0 and r in there and self._weights.get(r, 1.0) != w}
         self._weights.update(news)
         self.notes += bool(news)
+
+    def give_way(self, replicas: frozenset[ReplicaId]) -> None:
+        """Tells from now on a lower weight of these replicas and of no others; what the policy weighs stays."""
+        self.notes += replicas != self._gives_way
+        self._gives_way = replicas
 
     def weight(self, replica: ReplicaId) -> float:
         """The routing weight of a replica; 1.0 is neutral."""
@@ -169,7 +176,7 @@ class DigestBuilder:
         leaves = report.replica in self._pool.leaving and report.state is ReplicaState.READY
         state = ReplicaState.DRAINING if leaves else report.state
         suspect = self._pool.workers[replica.worker].presence is Presence.SUSPECT
-        weight = self._weights.get(report.replica, 1.0)
+        weight = self._weights.get(report.replica, 1.0) * (HEAVIEST_FACTOR if report.replica in self._gives_way else 1.0)
         measure = self.measures.get(report.replica, 0)
         row = known.get(report.replica)
         if row is None or (row.state, row.suspect, row.weight, row.measure) != (state, suspect, weight, measure):

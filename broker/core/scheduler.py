@@ -158,6 +158,9 @@ class SchedulerCore:
                 self.epoch = None
                 self._unfinished = ()
                 self.transactions.lead(0)
+            case ev.HeaviestGiveWay():
+                self.digests.give_way(frozenset(event.replicas))
+                decide = False
             case ev.BusRoundTripMade():
                 self.pool.round_trip(now_s)
                 decide = False

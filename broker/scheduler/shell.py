@@ -258,6 +258,8 @@ class Scheduler:
     async def _tick(self) -> None:
         while True:
             self.lease.check(time.monotonic())
+            if (replicas := self._twu.gives_way()) is not None:
+                self._step(ev.HeaviestGiveWay(replicas))
             self._step(ev.Ticked(time.time()))
             await asyncio.sleep(max(0.01, self.core.next_wake_s - time.monotonic()))
 

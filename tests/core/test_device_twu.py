@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.scheduler.twu import FILE, OVER_S, DeviceTwu
-from profiles.twu import allowed_s
+from broker.core.pool.events import HeaviestGiveWay
+from broker.scheduler.twu import FILE, LOOK_EVERY_S, OVER_S, DeviceTwu
+from profiles.twu import HEAVIEST_FACTOR, TWU_FULL, allowed_s
 from subjects.ids import IngressId
 from subjects.messages import IngressTelemetry, Lane, ModelDemand, ModelRecord, Sla, SlaClass
 from tests.core.test_live_request import live
@@ -35,7 +36,7 @@ class Pool:
     def __init__(self, directory: Path, *names: str) -> None:
         self.now_s = 0.0
         self.bench: Bench = settled(A, B)
-        self.bench.report(*(listed(name, running=1) for name in names))
+        self.bench.report(*(listed(name, running=1) for name in names), gib=4.0)
         self.twu = DeviceTwu(self.bench.core, directory, lambda: self.now_s)
 
     def hear(self, record: ModelRecord, stress: float) -> None:
@@ -48,6 +49,16 @@ class Pool:
             stress=stress,
         )
         self.twu.hear(IngressTelemetry(ingress=IngressId("g"), sequence=1, demand=(row,)))
+
+    def told_weights(self) -> set[float]:
+        """The weights in the digest of this moment, after the shell has looked at who gives way."""
+        if (replicas := self.twu.gives_way()) is not None:
+            self.bench.step(HeaviestGiveWay(replicas))
+        self.bench.tick(1.1)
+        digest = self.bench.core.digests.latest
+        assert digest is not None
+        assert len(digest.replicas) == len(self.bench.core.pool.replicas)
+        return {row.weight for row in digest.replicas}
 
     def read(self) -> tuple[float | None, str]:
         """The row of the device."""
@@ -86,3 +97,17 @@ def test_a_model_that_was_not_calibrated_counts_by_its_size(tmp_path: Path) -> N
     assert pool.read() == (None, "")
     calibrated(tmp_path, weights={})
     assert pool.read() == (0.1, "")
+
+
+def test_the_heaviest_model_of_a_stressed_device_gives_way(tmp_path: Path) -> None:
+    """Above 0.8 by the site's scale gateways and replicas are told 0.6 of its weight; below it again the whole."""
+    pool = Pool(tmp_path, "a", "b")
+    calibrated(tmp_path, twu_full=TWU_FULL)
+    pool.hear(A, 1750.0)
+    assert pool.told_weights() == {1.0}
+    pool.now_s = LOOK_EVERY_S
+    pool.hear(A, 1250.0)
+    assert pool.read()[1] == "full"
+    assert pool.told_weights() == {HEAVIEST_FACTOR, 1.0}
+    pool.now_s += 10 * OVER_S
+    assert pool.told_weights() == {1.0}

@@ -234,6 +234,13 @@ class LeadershipLost:
 
 
 @dataclass(frozen=True, slots=True)
+class HeaviestGiveWay:
+    """These replicas, and no others from now on, are of the heaviest model on a device whose TWU is too high (SCH-6)."""
+
+    replicas: tuple[ReplicaId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BusRoundTripMade:
     """A ping to the bus came back just now."""
 
@@ -263,6 +270,7 @@ SchedulerEvent = (
     | DigestRestored
     | LeadershipGained
     | LeadershipLost
+    | HeaviestGiveWay
     | BusRoundTripMade
     | CostsKept
     | ProfileAsked
