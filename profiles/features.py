@@ -12,18 +12,18 @@ import msgspec
 
 from profiles.blocks import chain_hashes, tenant_salt
 from profiles.capacity import lane_of, pages_for
+from subjects import messages as m
 from subjects.errors import ApiError
 from subjects.ids import ModelHash, Tenant
-from subjects.messages import Adapter, Endpoint, EngineType, ModelRecord, RequestKind, RequestProfile, SlaClass
 
 COMPLETION_TOKENS_DEFAULT = 16
 """What OpenAI's completions route generates when the body names no ``max_tokens``."""
-TASK_PRIORITY: Mapping[RequestKind, int] = {
-    RequestKind.INFERENCE: 10,
-    RequestKind.BATCH: 5,
-    RequestKind.HEALTH_CHECK: 10,
-    RequestKind.FINE_TUNE_VALIDATION: 1,
-    RequestKind.LOAD_TEST: 1,
+TASK_PRIORITY: Mapping[m.RequestKind, int] = {
+    m.RequestKind.INFERENCE: 10,
+    m.RequestKind.BATCH: 5,
+    m.RequestKind.HEALTH_CHECK: 10,
+    m.RequestKind.FINE_TUNE_VALIDATION: 1,
+    m.RequestKind.LOAD_TEST: 1,
 }
 """Given for inference and fine-tune validation (ING-4); a probe must see what inference sees, a load test must yield."""
 EXPECTED_QUANTILE = 0.75
@@ -35,7 +35,7 @@ SAMPLES_KEPT = 128
 KEYS_MAX = 4096
 """Keys (model, tenant, kind) remembered at once: some 10 MB; the one used longest ago goes first."""
 
-_PROMPT_FIELD = {Endpoint.CHAT: "messages", Endpoint.COMPLETIONS: "prompt", Endpoint.EMBEDDINGS: "input"}
+_PROMPT_FIELD = {m.Endpoint.CHAT: "messages", m.Endpoint.COMPLETIONS: "prompt", m.Endpoint.EMBEDDINGS: "input"}
 
 
 class BodyFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,12 +67,12 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     trust_domain: str = ""
     """Whose requests may reuse each other's KV (SEC-1); empty: those of the tenant alone."""
     deadline_unix_s: float
-    sla_class: SlaClass | None = None
+    sla_class: m.SlaClass | None = None
     business_id: str = ""
     chain_id: str = ""
     environment: str = "production"
-    kind: RequestKind = RequestKind.INFERENCE
-    adapter: Adapter | None = None
+    kind: m.RequestKind = m.RequestKind.INFERENCE
+    adapter: m.Adapter | None = None
 
 
 class PromptChain(msgspec.Struct, frozen=True):
@@ -97,13 +97,13 @@ def prompt_entropy(token_ids: Sequence[int]) -> float:
 
 
 def profile_and_chain(
-    record: ModelRecord,
-    endpoint: Endpoint,
+    record: m.ModelRecord,
+    endpoint: m.Endpoint,
     fields: BodyFields,
     prompts: Sequence[Sequence[int]],
     context: RequestContext,
     lengths: OutputLengths,
-) -> tuple[RequestProfile, PromptChain]:
+) -> tuple[m.RequestProfile, PromptChain]:
     """The profile of one request; ``prompts`` are the token ids of ``Tokenizers.get(record).prompts(endpoint, body)``.
 
     Counts are over all prompts of the body. The prefix chain is that of a single prompt; several have none.
@@ -124,18 +124,18 @@ def profile_and_chain(
     if fields.max_tokens is not None:
         max_tokens = min(fields.max_tokens, room)
     else:
-        max_tokens = room if endpoint is Endpoint.CHAT else min(COMPLETION_TOKENS_DEFAULT, room)
+        max_tokens = room if endpoint is m.Endpoint.CHAT else min(COMPLETION_TOKENS_DEFAULT, room)
     learned = lengths.expected(record.model_hash, context.tenant, context.kind)
     expected = min(max_tokens, record.max_output_tokens_default if learned is None else learned)
     input_tokens = sum(len(prompt) for prompt in prompts)
     pages = sum(_pages(len(prompt), expected, fields.n, record.block_size) for prompt in prompts)
-    if endpoint is Endpoint.EMBEDDINGS:
+    if endpoint is m.Endpoint.EMBEDDINGS:
         pages = pages_for(longest, record.block_size)  # one input after another, and nothing is kept of those before
     salt = tenant_salt(
         context.trust_domain or context.tenant, context.adapter.adapter_hash if context.adapter is not None else ""
     )
     hashes = chain_hashes(prompts[0], record.block_size, salt) if len(prompts) == 1 else []
-    profile = RequestProfile(
+    profile = m.RequestProfile(
         model_hash=record.model_hash,
         deployment=record.deployment,
         endpoint=endpoint,
@@ -147,7 +147,7 @@ def profile_and_chain(
         stream=fields.stream,
         temperature=fields.temperature,
         top_p=fields.top_p,
-        n=fields.n * (max(1, len(prompts)) if endpoint is Endpoint.COMPLETIONS else 1),
+        n=fields.n * (max(1, len(prompts)) if endpoint is m.Endpoint.COMPLETIONS else 1),
         stop_count=len(fields.stop),
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
@@ -169,7 +169,7 @@ def profile_and_chain(
         environment=context.environment,
         task_priority=TASK_PRIORITY[context.kind],
         deadline_unix_s=context.deadline_unix_s,
-        continuable=fields.continuable and record.engine_type is not EngineType.OPENAI_HTTP,
+        continuable=fields.continuable and record.engine_type is not m.EngineType.OPENAI_HTTP,
     )
     return profile, PromptChain(salt, hashes)
 
@@ -181,10 +181,10 @@ def _pages(prompt_tokens: int, output_tokens: int, n: int, block_size: int) -> i
     return shared + n * own
 
 
-def _preferred_engine(record: ModelRecord, fields: BodyFields) -> EngineType | None:
+def _preferred_engine(record: m.ModelRecord, fields: BodyFields) -> m.EngineType | None:
     """Tools, formats and adapters are exact only in an engine with vLLM's OpenAI layer or in a server that has its own."""
-    if record.engine_type is EngineType.SIMULATED:
-        return EngineType.SIMULATED
+    if record.engine_type is m.EngineType.SIMULATED:
+        return m.EngineType.SIMULATED
     return record.engine_type if fields.structured or fields.tools or fields.adapter else None
 
 
@@ -232,7 +232,7 @@ class OutputLengths:
         self._rings: OrderedDict[tuple[ModelHash, Tenant | None, str], Ring[int]] = OrderedDict()
         # Kinds by their names: an enum member is slow to hash, and each request is looked up four times.
 
-    def observe(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind, output_tokens: int) -> None:
+    def observe(self, model_hash: ModelHash, tenant: Tenant, kind: m.RequestKind, output_tokens: int) -> None:
         """A request finished by itself or by its limit after ``output_tokens``; not one that was cancelled or failed."""
         for key in ((model_hash, tenant, kind._value_), (model_hash, None, kind._value_)):
             self._rings.setdefault(key, Ring(SAMPLES_KEPT)).add(max(0, output_tokens))
@@ -240,7 +240,7 @@ class OutputLengths:
             if len(self._rings) > self._keys_max:
                 self._rings.popitem(last=False)
 
-    def expected(self, model_hash: ModelHash, tenant: Tenant, kind: RequestKind) -> int | None:
+    def expected(self, model_hash: ModelHash, tenant: Tenant, kind: m.RequestKind) -> int | None:
         """The expected length, at least 1, or None while too little was seen."""
         for key in ((model_hash, tenant, kind._value_), (model_hash, None, kind._value_)):
             ring = self._rings.get(key)

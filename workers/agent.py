@@ -27,56 +27,17 @@ from typing import assert_never
 import msgspec
 import structlog
 
+from subjects import messages as m
 from subjects import names
 from subjects.bus import Bus, BusMessage
 from subjects.codec import decode, encode
 from subjects.errors import BusError, CarpoolError, DecodeError
 from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId, incarnated, is_token
-from subjects.messages import (
-    CommandOutcome,
-    CommandReply,
-    CostsMeasured,
-    DeviceKind,
-    EngineType,
-    EvictKv,
-    MigrateKv,
-    OperationEnded,
-    OperationProgressed,
-    ReplicaDied,
-    WorkerBeat,
-    WorkerCommand,
-    WorkerEvent,
-)
 from subjects.tasks import Tasks
 from workers.control import ControlStream, agent_stream, control_pair
 from workers.control_messages import Start, ToAgent
+from workers.core import agent_events as ev
 from workers.core.agent import AgentCore
-from workers.core.agent_events import (
-    AgentCommand,
-    AgentEvent,
-    AgentSettings,
-    AskKv,
-    BusRestored,
-    CommandReceived,
-    ControlLost,
-    ControlReceived,
-    Device,
-    ExitAgent,
-    KillReplica,
-    KvAnswered,
-    KvReported,
-    MemorySampled,
-    ProcessExited,
-    PublishEvent,
-    PublishSnapshot,
-    ReplicaSpawned,
-    ReplyCommand,
-    SendControl,
-    ShutdownStarted,
-    SpawnFailed,
-    SpawnReplica,
-    Ticked,
-)
 from workers.devices import gpu_used_bytes
 from workers.kv_config import KvConfig, memory_note
 from workers.kv_keeper import KvKeeper
@@ -119,8 +80,8 @@ class AgentConfig:
     name: str
     nats_urls: tuple[str, ...]
     state_dir: Path
-    devices: tuple[Device, ...]
-    engines: tuple[EngineType, ...] = ()
+    devices: tuple[ev.Device, ...]
+    engines: tuple[m.EngineType, ...] = ()
     """Empty: all whose packages are installed."""
     queue_shards: int = 1
     threads: int = 0
@@ -140,16 +101,16 @@ def default_name() -> str:
     return text or "worker"
 
 
-def installed_engines() -> tuple[EngineType, ...]:
+def installed_engines() -> tuple[m.EngineType, ...]:
     """The engines whose packages are here; looks without importing."""
-    vllm = (EngineType.VLLM,) if importlib.util.find_spec("vllm") is not None else ()
-    return (*vllm, EngineType.OPENAI_HTTP, EngineType.SIMULATED)
+    vllm = (m.EngineType.VLLM,) if importlib.util.find_spec("vllm") is not None else ()
+    return (*vllm, m.EngineType.OPENAI_HTTP, m.EngineType.SIMULATED)
 
 
-def engine_versions(engines: Sequence[EngineType]) -> dict[str, str]:
+def engine_versions(engines: Sequence[m.EngineType]) -> dict[str, str]:
     """The version of vLLM where it is here, under whatever name it was packaged: other versions take other times."""
-    packages = importlib.metadata.packages_distributions().get("vllm") if EngineType.VLLM in engines else None
-    return {EngineType.VLLM.value: importlib.metadata.version(packages[0])} if packages else {}
+    packages = importlib.metadata.packages_distributions().get("vllm") if m.EngineType.VLLM in engines else None
+    return {m.EngineType.VLLM.value: importlib.metadata.version(packages[0])} if packages else {}
 
 
 async def run_agent(config: AgentConfig) -> int:
@@ -202,21 +163,21 @@ class Agent:
         engines = config.engines or installed_engines()
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._core = AgentCore(
-            AgentSettings(
+            ev.AgentSettings(
                 worker=worker,
                 host=platform.node(),
                 devices=tuple(
-                    replace(device, threads=self._threads) if device.kind is DeviceKind.CPU else device
+                    replace(device, threads=self._threads) if device.kind is m.DeviceKind.CPU else device
                     for device in config.devices
                 ),
                 engines=engines,
                 engine_versions=engine_versions(engines),
-                resizing=tuple(engine for engine in engines if engine is EngineType.SIMULATED),
+                resizing=tuple(engine for engine in engines if engine is m.EngineType.SIMULATED),
                 kv=config.kv is not None,
             )
         )
         self._kinds = {device.device: device.kind for device in config.devices}
-        self._forks = EngineType.VLLM in engines and DeviceKind.CPU in self._kinds.values()
+        self._forks = m.EngineType.VLLM in engines and m.DeviceKind.CPU in self._kinds.values()
         self._template = Template(FORKED_ENTRY, lambda pid: state.record(ReplicaId(f"template-{worker}"), pid))
         self._loop = asyncio.get_running_loop()
         self._children: dict[ReplicaId, _Child] = {}
@@ -236,18 +197,18 @@ class Agent:
     def stop(self) -> None:
         """Starts the end: replicas are drained within the configured bound. Calling again does nothing."""
         log.info("ending: replicas are drained", drain_s=self._config.drain_s)
-        self._feed(ShutdownStarted(drain_s=self._config.drain_s))
+        self._feed(ev.ShutdownStarted(drain_s=self._config.drain_s))
 
     async def run(self) -> int:
         """Serves until the core says that the end is reached; returns the exit code."""
-        self._bus.on_reconnected(lambda: self._feed(BusRestored()))
+        self._bus.on_reconnected(lambda: self._feed(ev.BusRestored()))
         await self._bus.subscribe(names.commands(self._worker), self._command_received)
         self._tasks.spawn(self._beat(), self._send_outbox(), self._sample())
         if self._forks:
             self._tasks.spawn(self._warm_template())
         if self._kv is not None:
             self._tasks.spawn(self._kv.run())
-        self._feed(Ticked())
+        self._feed(ev.Ticked())
         log.info("worker", worker=self._worker, devices=[device.device for device in self._config.devices])
         try:
             code = await self._ended
@@ -274,7 +235,7 @@ class Agent:
 
     # ---- the core
 
-    def _feed(self, event: AgentEvent) -> None:
+    def _feed(self, event: ev.AgentEvent) -> None:
         if self._ended.done():
             return
         try:
@@ -286,32 +247,32 @@ class Agent:
         if self._timer is not None:
             self._timer.cancel()
         delay_s = max(TICK_S_MIN, self._core.next_wake_s - self._loop.time())
-        self._timer = self._loop.call_later(delay_s, self._feed, Ticked())
+        self._timer = self._loop.call_later(delay_s, self._feed, ev.Ticked())
 
-    def _do(self, command: AgentCommand) -> None:
+    def _do(self, command: ev.AgentCommand) -> None:
         match command:
-            case SpawnReplica():
+            case ev.SpawnReplica():
                 self._tasks.spawn(self._start_replica(command))
-            case SendControl(replica, message):
+            case ev.SendControl(replica, message):
                 child = self._children.get(replica)
                 if child is not None and not child.control.send(message):
                     log.warning("a replica does not read its control connection", replica=replica)
-            case KillReplica(replica, number):
+            case ev.KillReplica(replica, number):
                 child = self._children.get(replica)
                 if child is not None:
                     log.info("killing", replica=replica, signal=number)
                     signal_group(child.pid, number)
-            case AskKv(asked):
+            case ev.AskKv(asked):
                 self._tasks.spawn(self._ask_kv(asked))
-            case ReplyCommand(token, reply):
+            case ev.ReplyCommand(token, reply):
                 if token:
                     self._put(token, encode(reply))
-            case PublishEvent(event):
+            case ev.PublishEvent(event):
                 _log_event(event)
                 self._put(names.worker_events(self._worker), encode(event))
-            case PublishSnapshot(snapshot):
+            case ev.PublishSnapshot(snapshot):
                 self._put(names.worker_telemetry(self._worker), encode(snapshot), replaces=True)
-            case ExitAgent(code):
+            case ev.ExitAgent(code):
                 self._ended.set_result(code)
             case _:
                 assert_never(command)
@@ -320,13 +281,13 @@ class Agent:
 
     def _command_received(self, message: BusMessage) -> None:
         try:
-            command: WorkerCommand = decode(message.payload, WorkerCommand)  # type: ignore[arg-type]
+            command: m.WorkerCommand = decode(message.payload, m.WorkerCommand)  # type: ignore[arg-type]
         except DecodeError as error:
             log.warning("a command could not be read", error=str(error))
             if message.reply:
-                refusal = CommandReply(
+                refusal = m.CommandReply(
                     operation=OperationId(""),
-                    outcome=CommandOutcome.REFUSED,
+                    outcome=m.CommandOutcome.REFUSED,
                     epoch_seen=self._core.epoch_seen,
                     detail=str(error),
                 )
@@ -335,7 +296,7 @@ class Agent:
         log.info("command", kind=type(command).__name__, operation=command.operation, reason=command.reason)
         # Drawn here because a core draws nothing; the same form as ``subjects.ids.incarnated``.
         incarnation = secrets.token_hex(5)
-        self._feed(CommandReceived(token=message.reply, command=command, incarnation=incarnation))
+        self._feed(ev.CommandReceived(token=message.reply, command=command, incarnation=incarnation))
 
     def _put(self, subject: str, payload: bytes, *, replaces: bool = False) -> None:
         """Queues a message; ``replaces`` drops an unsent one on the same subject. When full, the oldest goes."""
@@ -366,7 +327,7 @@ class Agent:
         due_s = self._loop.time()
         while True:
             sequence += 1
-            beat = WorkerBeat(worker=self._worker, sequence=sequence, epoch_seen=self._core.epoch_seen)
+            beat = m.WorkerBeat(worker=self._worker, sequence=sequence, epoch_seen=self._core.epoch_seen)
             with suppress(BusError):
                 await self._bus.publish(subject, encode(beat))
             now_s = self._loop.time()
@@ -386,7 +347,7 @@ class Agent:
     def _turns_directory(self, device: DeviceId) -> str:
         wanted = self._config.step_turns
         if wanted is None:
-            wanted = self._kinds[device] is not DeviceKind.CPU
+            wanted = self._kinds[device] is not m.DeviceKind.CPU
         return str(self._config.state_dir / "turns") if wanted else ""
 
     def _kv_keeper(self, config: KvConfig) -> KvKeeper:
@@ -397,15 +358,15 @@ class Agent:
             state=self._state,
             state_dir=self._config.state_dir,
             forward=self._forwarder.forward,
-            report=lambda report: self._feed(KvReported(report)),
+            report=lambda report: self._feed(ev.KvReported(report)),
         )
 
-    async def _ask_kv(self, command: EvictKv | MigrateKv) -> None:
+    async def _ask_kv(self, command: m.EvictKv | m.MigrateKv) -> None:
         assert self._kv is not None, "the core refuses what nobody could do"
         failure, detail = await self._kv.carry_out(command)
-        self._feed(KvAnswered(command.operation, failure=failure, detail=detail))
+        self._feed(ev.KvAnswered(command.operation, failure=failure, detail=detail))
 
-    async def _start_replica(self, command: SpawnReplica) -> None:
+    async def _start_replica(self, command: ev.SpawnReplica) -> None:
         replica, record = command.replica, command.record
         spec = ReplicaSpec(
             replica=replica,
@@ -424,7 +385,7 @@ class Agent:
         stderr = StderrTail(self._loop, self._forwarder.forward)
         popen: subprocess.Popen[bytes] | None = None
         try:
-            if record.engine_type is EngineType.VLLM and self._kinds[command.device] is DeviceKind.CPU:
+            if record.engine_type is m.EngineType.VLLM and self._kinds[command.device] is m.DeviceKind.CPU:
                 socket.send_fds(ours, [b"\0"], [stderr.write_fd])
                 pid = await asyncio.wait_for(self._template.fork(spec, theirs), SPAWN_BOUND_S)
             else:
@@ -433,7 +394,7 @@ class Agent:
         except (CarpoolError, OSError, EOFError, ImportError, TimeoutError) as error:
             ours.close()
             detail = str(error) or type(error).__name__
-            self._feed(SpawnFailed(replica=replica, detail=f"{detail} {stderr.finish()}"))
+            self._feed(ev.SpawnFailed(replica=replica, detail=f"{detail} {stderr.finish()}"))
             return
         finally:
             theirs.close()
@@ -442,7 +403,7 @@ class Agent:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             ours.close()  # the lifeline: if the process does exist after all, it leaves now
-            self._feed(SpawnFailed(replica=replica, detail=f"process {pid} was gone at once: {error} {stderr.finish()}"))
+            self._feed(ev.SpawnFailed(replica=replica, detail=f"process {pid} was gone at once: {error} {stderr.finish()}"))
             return
         control = await agent_stream(ours)
         child = _Child(pid=pid, pidfd=pidfd, control=control, stderr=stderr, popen=popen)
@@ -451,17 +412,17 @@ class Agent:
         if popen is not None:
             control.send(Start(spec=spec))
         log.info("replica process", replica=replica, model=record.name, pid=pid)
-        self._feed(ReplicaSpawned(replica=replica, pid=pid))
+        self._feed(ev.ReplicaSpawned(replica=replica, pid=pid))
         child.listener = self._loop.create_task(self._listen(replica, control))
         self._loop.add_reader(pidfd, self._exit_seen, replica)
 
     async def _listen(self, replica: ReplicaId, control: ControlStream[ToAgent]) -> None:
         try:
             while (message := await control.receive()) is not None:
-                self._feed(ControlReceived(replica=replica, message=message))
+                self._feed(ev.ControlReceived(replica=replica, message=message))
         except DecodeError as error:
             log.error("a replica sent garbage to its agent", replica=replica, error=str(error))
-        self._feed(ControlLost(replica=replica))
+        self._feed(ev.ControlLost(replica=replica))
 
     def _exit_seen(self, replica: ReplicaId) -> None:
         child = self._children[replica]
@@ -482,7 +443,7 @@ class Agent:
         del self._children[replica]
         self._state.forget(replica)
         log.info("replica process exited", replica=replica, pid=child.pid, code=code)
-        self._feed(ProcessExited(replica=replica, code=code, stderr_tail=child.stderr.finish()))
+        self._feed(ev.ProcessExited(replica=replica, code=code, stderr_tail=child.stderr.finish()))
         await child.control.close()
 
     async def _sample(self) -> None:
@@ -490,7 +451,7 @@ class Agent:
             await asyncio.sleep(SAMPLE_EVERY_S)
             pids = [(replica, child.pid) for replica, child in self._children.items()]
             replicas, devices = await asyncio.to_thread(_sample_memory, pids, self._config.devices)
-            self._feed(MemorySampled(replicas=replicas, devices=devices))
+            self._feed(ev.MemorySampled(replicas=replicas, devices=devices))
             owned = [child.pid for child in self._children.values()]
             if self._kv is not None and self._kv.pid is not None:
                 owned.append(self._kv.pid)
@@ -501,22 +462,22 @@ class Agent:
 
 
 def _sample_memory(
-    pids: Sequence[tuple[ReplicaId, int]], devices: Sequence[Device]
+    pids: Sequence[tuple[ReplicaId, int]], devices: Sequence[ev.Device]
 ) -> tuple[tuple[tuple[ReplicaId, int], ...], tuple[tuple[DeviceId, int], ...]]:
     sampled = ((replica, pss_bytes(pid)) for replica, pid in pids)
     return tuple((replica, count) for replica, count in sampled if count is not None), gpu_used_bytes(devices)
 
 
-def _log_event(event: WorkerEvent) -> None:
+def _log_event(event: m.WorkerEvent) -> None:
     match event:
-        case OperationProgressed():
+        case m.OperationProgressed():
             log.debug("progress", operation=event.operation, state=event.state.value, detail=event.detail)
-        case OperationEnded():
+        case m.OperationEnded():
             emit = log.warning if event.failure else log.info
             emit("operation ended", operation=event.operation, replica=event.replica, failure=event.failure)
-        case CostsMeasured():
+        case m.CostsMeasured():
             log.info("costs measured", replica=event.replica, points=len(event.points), whole=event.whole)
-        case ReplicaDied():
+        case m.ReplicaDied():
             log.warning("replica died", replica=event.replica, detail=event.detail)
         case _:
             assert_never(event)

@@ -25,84 +25,23 @@ from typing import assert_never
 
 import structlog
 
+from subjects import messages as m
 from subjects import names
 from subjects.bus import Bus, BusMessage, Puller, QueuedTicket
 from subjects.codec import decode, encode
 from subjects.errors import BusError, BusUnavailable, CarpoolError, DecodeError, EngineError, NoResponders, place_of
 from subjects.ids import DeploymentKey, model_key
 from subjects.logs import log_json
-from subjects.messages import (
-    Back,
-    ClaimReply,
-    CostPoint,
-    Delta,
-    EngineType,
-    Hand,
-    Lane,
-    PoolDigest,
-    ReplicaState,
-    SlaClass,
-    Ticket,
-)
 from subjects.tasks import Tasks, end_tasks
+from workers import control_messages as c
 from workers.control import (
     ControlStream,
     exit_with_agent,
     read_start,
     replica_stream,
 )
-from workers.control_messages import (
-    Changed,
-    Concurrency,
-    Drain,
-    Drained,
-    EmptyPrefixes,
-    Failed,
-    Load,
-    Measured,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Resize,
-    Sleep,
-    Start,
-    Stop,
-    ToReplica,
-    Wake,
-)
+from workers.core import replica_events as ev
 from workers.core.replica import ReplicaCore
-from workers.core.replica_events import (
-    CLAIM_TIMEOUT_S,
-    AbortRequest,
-    AckTicket,
-    BackReceived,
-    BusReconnected,
-    BusRoundTripMade,
-    ClaimAnswered,
-    ClaimUnanswered,
-    ConcurrencySet,
-    DrainStarted,
-    EngineFailed,
-    EngineStepped,
-    ExitReplica,
-    HandReceived,
-    KvResized,
-    Opened,
-    PoolChanged,
-    Pull,
-    PullExpired,
-    ReplicaCommand,
-    ReplicaEvent,
-    ReportDrained,
-    ReportLoad,
-    SendClaim,
-    SendFrames,
-    StartRequest,
-    Ticked,
-    TicketPulled,
-    Unanswered,
-)
 from workers.engines.base import TEST_ENVIRONMENTS, Engine, EngineInfo, EngineRequest
 from workers.engines.factory import make_engine
 from workers.measuring import POINT_TRIES_MAX, Prober
@@ -175,7 +114,7 @@ async def _live(spec: ReplicaSpec, control: socket.socket) -> int:
 class Replica:
     """The shell around :class:`ReplicaCore`."""
 
-    def __init__(self, spec: ReplicaSpec, control: ControlStream[ToReplica]) -> None:
+    def __init__(self, spec: ReplicaSpec, control: ControlStream[c.ToReplica]) -> None:
         self._spec = spec
         # Of a scheduler that places by the model hash: then so does whoever queues for it.
         self._deployment = spec.record.deployment or DeploymentKey(spec.record.model_hash)
@@ -186,12 +125,12 @@ class Replica:
         self._tasks = Tasks(self._task_failed)
         self._timer: asyncio.TimerHandle | None = None
         self._wake_s = 0.0
-        self._fresh: list[Delta] = []
+        self._fresh: list[m.Delta] = []
         self._fresh_timer: asyncio.TimerHandle | None = None
         self._fed_s = 0.0
-        self._pullers: dict[tuple[SlaClass, Lane], Puller] = {}
-        self._pool = PoolChanged(weights={})
-        self._load = ReportLoad(running=0, slots=0, kv_pages_free=0)
+        self._pullers: dict[tuple[m.SlaClass, m.Lane], Puller] = {}
+        self._pool = ev.PoolChanged(weights={})
+        self._load = ev.ReportLoad(running=0, slots=0, kv_pages_free=0)
         self._idle_since_s = self._began_s = time.monotonic()
         self._prober: Prober | None = None
         self._measure_max = 0
@@ -232,15 +171,15 @@ class Replica:
 
     async def _load_engine(self) -> EngineInfo:
         record = self._spec.record
-        self._control.send(Progress(state=ReplicaState.LOADING, detail="checking the files"))
-        if record.engine_type is EngineType.VLLM:
+        self._control.send(c.Progress(state=m.ReplicaState.LOADING, detail="checking the files"))
+        if record.engine_type is m.EngineType.VLLM:
             from profiles.record import verify_record
 
             await asyncio.to_thread(verify_record, record)
-        self._control.send(Progress(state=ReplicaState.LOADING, detail="starting the engine", progress=0.1))
+        self._control.send(c.Progress(state=m.ReplicaState.LOADING, detail="starting the engine", progress=0.1))
         self._engine = make_engine(self._spec)
         info = await self._engine.start()
-        self._control.send(Progress(state=ReplicaState.WARMING, progress=0.9))
+        self._control.send(c.Progress(state=m.ReplicaState.WARMING, progress=0.9))
         await self._engine.warm(record.warmup_tokens)
         self._prober = Prober(self._engine, info, record.task)
         self._tasks.spawn(self._run_engine())
@@ -248,7 +187,7 @@ class Replica:
             budget_s = MEASURE_SHARE * (time.monotonic() - self._began_s)
             points = await self._prober.first(budget_s)
             if points:
-                self._control.send(Measured(points=tuple(points)))
+                self._control.send(c.Measured(points=tuple(points)))
         return info
 
     async def _connect(self) -> Bus:
@@ -268,7 +207,7 @@ class Replica:
 
     async def _open(self, bus: Bus, info: EngineInfo) -> None:
         self._tasks.spawn(self._make_round_trips(bus), self._report())
-        bus.on_reconnected(lambda: self._feed(BusReconnected()))
+        bus.on_reconnected(lambda: self._feed(ev.BusReconnected()))
         await bus.subscribe(names.run(self._spec.replica), self._handed)
         await bus.subscribe(names.back(self._spec.replica), self._told)
         await bus.subscribe(names.POOL, self._pool_told)
@@ -281,17 +220,17 @@ class Replica:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        self._control.send(Ready(info=info))
+        self._control.send(c.Ready(info=info))
         log.info("ready", slots=info.slots, kv_pages=info.kv_pages)
         self._feed(
-            Opened(
+            ev.Opened(
                 slots=info.slots, kv_pages=info.kv_pages, block_size=info.block_size, max_context_len=info.max_context_len
             )
         )
 
     def _fail(self, detail: str) -> None:
         log.error("the replica failed", detail=detail)
-        self._control.send(Failed(detail=detail))
+        self._control.send(c.Failed(detail=detail))
         self._end(EXIT_FAILED)
 
     def _end(self, code: int) -> None:
@@ -302,7 +241,7 @@ class Replica:
         await self._stopping.wait()
         if self._bus is not None:
             self._drained.clear()
-            self._feed(DrainStarted(deadline_s=time.monotonic()))
+            self._feed(ev.DrainStarted(deadline_s=time.monotonic()))
             await _bounded(self._drained.wait(), GIVE_BACK_S)
         self._end(0)
 
@@ -325,7 +264,7 @@ class Replica:
 
     # ---- the core
 
-    def _feed(self, event: ReplicaEvent) -> None:
+    def _feed(self, event: ev.ReplicaEvent) -> None:
         if self._ended.done():
             return
         now_s = time.monotonic()
@@ -346,19 +285,19 @@ class Replica:
 
     def _tick(self) -> None:
         self._timer = None
-        self._feed(Ticked())
+        self._feed(ev.Ticked())
 
-    def _do(self, command: ReplicaCommand) -> None:
+    def _do(self, command: ev.ReplicaCommand) -> None:
         bus, engine = self._bus, self._engine
         assert bus is not None and engine is not None
         match command:
-            case Pull():
+            case ev.Pull():
                 self._tasks.spawn(self._pull(bus, command))
-            case SendClaim():
+            case ev.SendClaim():
                 self._tasks.spawn(self._claim(bus, command))
-            case AckTicket(token=acknowledges):
+            case ev.AckTicket(token=acknowledges):
                 self._tasks.spawn(self._acknowledge(bus, acknowledges))
-            case StartRequest(grant, profile):
+            case ev.StartRequest(grant, profile):
                 if self._prober is not None:
                     self._prober.abandon()
                 engine.add(
@@ -379,19 +318,19 @@ class Replica:
                         test=profile.environment in TEST_ENVIRONMENTS,
                     )
                 )
-            case AbortRequest(request, attempt):
+            case ev.AbortRequest(request, attempt):
                 engine.abort(request, attempt)
                 log.info("aborted in the engine", request=request, attempt=attempt)
-            case SendFrames(ingress, frames):
+            case ev.SendFrames(ingress, frames):
                 self._post(bus, names.out(ingress), encode(frames))
-            case ReportLoad():
+            case ev.ReportLoad():
                 if command.running == 0 and self._load.running > 0:
                     self._idle_since_s = time.monotonic()
                 self._load = command
-            case ReportDrained(given_back):
+            case ev.ReportDrained(given_back):
                 self._drained.set()
-                self._control.send(Drained(given_back=given_back))
-            case ExitReplica():
+                self._control.send(c.Drained(given_back=given_back))
+            case ev.ExitReplica():
                 log.warning("the pool counts this replica as dead; it ends")
                 self._end(EXIT_DECLARED_DEAD)
             case _:
@@ -412,7 +351,7 @@ class Replica:
         except BusError as error:
             log.debug("a ticket was not acknowledged; it comes again", error=type(error).__name__)
 
-    async def _pull(self, bus: Bus, command: Pull) -> None:
+    async def _pull(self, bus: Bus, command: ev.Pull) -> None:
         sla_class, lane = command.sla_class, command.lane
         try:
             puller = self._pullers.get((sla_class, lane))
@@ -422,64 +361,64 @@ class Replica:
                     sla_class,
                     lane,
                     on_ticket=lambda queued: self._pulled(sla_class, lane, queued),
-                    on_expired=lambda credits: self._feed(PullExpired(sla_class, lane, credits)),
+                    on_expired=lambda credits: self._feed(ev.PullExpired(sla_class, lane, credits)),
                 )
                 puller = self._pullers.setdefault((sla_class, lane), opened)
             await puller.pull(command.credits, command.expires_s)
         except BusError as error:
             log.debug("a pull was not sent", error=type(error).__name__)
-            self._feed(PullExpired(sla_class, lane, command.credits))
+            self._feed(ev.PullExpired(sla_class, lane, command.credits))
 
-    def _pulled(self, sla_class: SlaClass, lane: Lane, queued: QueuedTicket) -> None:
+    def _pulled(self, sla_class: m.SlaClass, lane: m.Lane, queued: QueuedTicket) -> None:
         bus = self._bus
         assert bus is not None
         try:
-            ticket = decode(queued.payload, Ticket)
+            ticket = decode(queued.payload, m.Ticket)
         except DecodeError:
             # Nobody can ever serve it, and unacknowledged it would come back for ever.
             log.warning("a ticket cannot be read; it is acknowledged unserved")
             self._tasks.spawn(self._acknowledge(bus, queued.token))
-            self._feed(PullExpired(sla_class, lane, 1))
+            self._feed(ev.PullExpired(sla_class, lane, 1))
             return
         self._feed(
-            TicketPulled(sla_class=sla_class, lane=lane, ticket=ticket, token=queued.token, deliveries=queued.deliveries)
+            ev.TicketPulled(sla_class=sla_class, lane=lane, ticket=ticket, token=queued.token, deliveries=queued.deliveries)
         )
 
-    async def _claim(self, bus: Bus, command: SendClaim) -> None:
+    async def _claim(self, bus: Bus, command: ev.SendClaim) -> None:
         claim = command.claim
-        unanswered = Unanswered.TIMEOUT
+        unanswered = ev.Unanswered.TIMEOUT
         try:
-            payload = await bus.request(names.claim(command.ingress), encode(claim), timeout_s=CLAIM_TIMEOUT_S)
-            self._feed(ClaimAnswered(claim.request, claim.attempt, decode(payload, ClaimReply)))  # type: ignore[arg-type]
+            payload = await bus.request(names.claim(command.ingress), encode(claim), timeout_s=ev.CLAIM_TIMEOUT_S)
+            self._feed(ev.ClaimAnswered(claim.request, claim.attempt, decode(payload, m.ClaimReply)))  # type: ignore[arg-type]
             return
         except NoResponders:
-            unanswered = Unanswered.NO_RESPONDERS
+            unanswered = ev.Unanswered.NO_RESPONDERS
         except BusUnavailable:
-            unanswered = Unanswered.BUS_UNAVAILABLE
+            unanswered = ev.Unanswered.BUS_UNAVAILABLE
         except (BusError, DecodeError) as error:
             log.warning("a claim was not answered", error=type(error).__name__)
-        self._feed(ClaimUnanswered(claim.request, claim.attempt, unanswered))
+        self._feed(ev.ClaimUnanswered(claim.request, claim.attempt, unanswered))
 
     def _handed(self, message: BusMessage) -> None:
-        self._feed(HandReceived(decode(message.payload, Hand)))
+        self._feed(ev.HandReceived(decode(message.payload, m.Hand)))
 
     def _told(self, message: BusMessage) -> None:
-        self._feed(BackReceived(decode(message.payload, Back)))  # type: ignore[arg-type]  # a union is no type to mypy
+        self._feed(ev.BackReceived(decode(message.payload, m.Back)))  # type: ignore[arg-type]  # a union is no type to mypy
 
     def _pool_told(self, message: BusMessage) -> None:
-        digest = decode(message.payload, PoolDigest)
+        digest = decode(message.payload, m.PoolDigest)
         if self._spec.replica in digest.dead:
-            self._do(ExitReplica())
+            self._do(ev.ExitReplica())
             return
         mine = next((one for one in digest.replicas if one.replica == self._spec.replica), None)
         most = max((one.weight for one in digest.replicas if one.deployment == self._deployment), default=0.0)
         share = mine.weight / (most or 1.0) if mine is not None else 1.0
-        self._measure(mine.measure if mine is not None and mine.state is ReplicaState.READY else 0)
-        pool = PoolChanged(weights={}, share=share)
+        self._measure(mine.measure if mine is not None and mine.state is m.ReplicaState.READY else 0)
+        pool = ev.PoolChanged(weights={}, share=share)
         for model in digest.models:
             if model.deployment == self._deployment:
-                weights = {kind: model.class_weights[kind.value] for kind in SlaClass if kind.value in model.class_weights}
-                pool = PoolChanged(weights=weights, waiting=model.waiting_queues, share=share)
+                weights = {kind: model.class_weights[kind.value] for kind in m.SlaClass if kind.value in model.class_weights}
+                pool = ev.PoolChanged(weights=weights, waiting=model.waiting_queues, share=share)
         if pool != self._pool:
             self._pool = pool
             self._feed(pool)
@@ -488,7 +427,7 @@ class Replica:
         while True:
             try:
                 await bus.round_trip(timeout_s=ROUND_TRIP_TIMEOUT_S)
-                self._feed(BusRoundTripMade())
+                self._feed(ev.BusRoundTripMade())
             except BusError:
                 pass  # Silence is the news: the core notices that no round trip was made.
             await asyncio.sleep(ROUND_TRIP_EVERY_S)
@@ -507,10 +446,10 @@ class Replica:
         except Exception as error:  # whatever an engine raises, it is dead
             cause = type(error.__cause__ or error).__name__
         self._feed_fresh()
-        self._feed(EngineFailed(message=ENGINE_DIED))
+        self._feed(ev.EngineFailed(message=ENGINE_DIED))
         self._fail(f"the engine died while it served: {cause}")
 
-    def _stepped(self, deltas: Sequence[Delta]) -> None:
+    def _stepped(self, deltas: Sequence[m.Delta]) -> None:
         """What an engine gives goes on at once, unless it steps so fast that sending each step would cost more than making
         it: then several steps share one message. First tokens and ends do not wait for that."""
         if self._prober is not None:
@@ -530,7 +469,7 @@ class Replica:
             self._fresh_timer = None
         fresh, self._fresh = self._fresh, []
         self._fed_s = time.monotonic()
-        self._feed(EngineStepped(deltas=tuple(fresh)))
+        self._feed(ev.EngineStepped(deltas=tuple(fresh)))
 
     # ---- measuring
 
@@ -556,7 +495,7 @@ class Replica:
         while self._measure_max:
             self._measure_again = False
             for batch, tokens in prober.grid(self._measure_max):
-                points: list[CostPoint] = []
+                points: list[m.CostPoint] = []
                 prober.failures = 0
                 while not points and self._measure_max and not self._measure_again and prober.failures < POINT_TRIES_MAX:
                     await asyncio.sleep(MEASURE_IDLE_S)
@@ -564,63 +503,63 @@ class Replica:
                     if not (self._core.held or self._load.running) and idle_s >= MEASURE_IDLE_S:
                         points = await prober.point(batch, tokens)
                 if points:
-                    self._control.send(Measured(points=tuple(points)))
+                    self._control.send(c.Measured(points=tuple(points)))
                 elif prober.failures:
                     log.warning("a point of the costs could not be measured", batch=batch, input_tokens=tokens)
             if self._measure_max and not self._measure_again:
-                self._control.send(Measured(points=(), whole=True))
+                self._control.send(c.Measured(points=(), whole=True))
                 await asyncio.sleep(MEASURE_AGAIN_S)
 
     # ---- the agent
 
     async def _hear_agent(self) -> None:
         while (message := await self._control.receive()) is not None:
-            if isinstance(message, Drain | Resize | Sleep | EmptyPrefixes):
+            if isinstance(message, c.Drain | c.Resize | c.Sleep | c.EmptyPrefixes):
                 self._measure(0)  # until the next digest
             match message:
-                case Ping(number=number):
-                    self._control.send(Pong(number=number))
-                case Drain(timeout_s=timeout_s):
+                case c.Ping(number=number):
+                    self._control.send(c.Pong(number=number))
+                case c.Drain(timeout_s=timeout_s):
                     if self._bus is None:
-                        self._control.send(Drained())
+                        self._control.send(c.Drained())
                     else:
-                        self._feed(DrainStarted(deadline_s=time.monotonic() + timeout_s))
-                case Concurrency(slots=slots):
+                        self._feed(ev.DrainStarted(deadline_s=time.monotonic() + timeout_s))
+                case c.Concurrency(slots=slots):
                     if self._bus is not None:
-                        self._feed(ConcurrencySet(slots=slots))
-                case Resize():
+                        self._feed(ev.ConcurrencySet(slots=slots))
+                case c.Resize():
                     self._tasks.spawn(self._resize(message))
-                case Sleep():
+                case c.Sleep():
                     self._tasks.spawn(self._sleep(message))
-                case Wake():
+                case c.Wake():
                     self._tasks.spawn(self._wake())
-                case EmptyPrefixes():
+                case c.EmptyPrefixes():
                     self._tasks.spawn(self._empty_prefixes())
-                case Stop():
+                case c.Stop():
                     self.stop()
-                case Start():
+                case c.Start():
                     log.warning("a second start is ignored")
                 case _:
                     assert_never(message)
 
-    async def _resize(self, command: Resize) -> None:
+    async def _resize(self, command: c.Resize) -> None:
         assert self._engine is not None
         try:
             pages = await self._engine.resize_kv(command.kv_bytes)
         except EngineError as error:
-            self._control.send(Changed(number=command.number, failure=str(error)))
+            self._control.send(c.Changed(number=command.number, failure=str(error)))
             return
-        self._feed(KvResized(kv_pages=pages))
-        self._control.send(Changed(number=command.number, kv_pages=pages))
+        self._feed(ev.KvResized(kv_pages=pages))
+        self._control.send(c.Changed(number=command.number, kv_pages=pages))
 
-    async def _sleep(self, command: Sleep) -> None:
+    async def _sleep(self, command: c.Sleep) -> None:
         assert self._engine is not None
         failure = ""
         try:
             await self._engine.sleep(command.level)
         except EngineError as error:
             failure = str(error)
-        self._control.send(Changed(number=command.number, failure=failure))
+        self._control.send(c.Changed(number=command.number, failure=failure))
 
     async def _empty_prefixes(self) -> None:
         assert self._engine is not None
@@ -635,7 +574,7 @@ class Replica:
         assert self._engine is not None
         try:
             info = await self._engine.wake()
-            self._control.send(Progress(state=ReplicaState.WARMING, progress=0.9))
+            self._control.send(c.Progress(state=m.ReplicaState.WARMING, progress=0.9))
             await self._engine.warm(self._spec.record.warmup_tokens)
         except EngineError as error:
             self._fail(str(error))
@@ -645,7 +584,7 @@ class Replica:
     async def _report(self) -> None:
         engine = self._engine
         assert engine is not None
-        reported: ReportLoad | None = None
+        reported: ev.ReportLoad | None = None
         reported_s = time.monotonic()
         while True:
             now_s = time.monotonic()
@@ -653,7 +592,7 @@ class Replica:
                 reported, reported_s = self._load, now_s
                 engines = engine.load()
                 self._control.send(
-                    Load(
+                    c.Load(
                         running=reported.running,
                         waiting=engines.waiting,
                         kv_pages_free=reported.kv_pages_free,

@@ -11,20 +11,10 @@ from broker.core.plan.fairness import Fairness
 from broker.core.pool.events import PublishDigest, SchedulerSettings
 from broker.core.pool.state import Demand, Pool, Presence, Replica
 from profiles.twu import HEAVIEST_FACTOR
+from subjects import messages as m
 from subjects.ids import ReplicaId
-from subjects.messages import (
-    Lane,
-    ModelRecord,
-    PoolDigest,
-    PoolModel,
-    PoolReplica,
-    ReplicaState,
-    SlaClass,
-    StepCosts,
-    TimelineEntry,
-)
 
-Told = tuple[ModelRecord, Outlook, StepCosts | None]
+Told = tuple[m.ModelRecord, Outlook, m.StepCosts | None]
 """What a digest says of one model: which it is, what may be hoped for, what its steps cost."""
 DEAD_TOLD_MAX = 256
 """So many of the dead, the latest ones, are told to everybody; a successor gets all."""
@@ -44,18 +34,18 @@ class DigestBuilder:
     _numbers: int = 0
     notes: int = 0
     """Grows with every change of the timeline."""
-    _timeline: dict[int, TimelineEntry] = field(default_factory=dict)
-    _restored: tuple[TimelineEntry, ...] = ()
-    _lifted: tuple[tuple[int, float], tuple[TimelineEntry, ...]] | None = None
+    _timeline: dict[int, m.TimelineEntry] = field(default_factory=dict)
+    _restored: tuple[m.TimelineEntry, ...] = ()
+    _lifted: tuple[tuple[int, float], tuple[m.TimelineEntry, ...]] | None = None
     _published_s: float | None = None
     _weights: dict[ReplicaId, float] = field(default_factory=dict)
     _gives_way: frozenset[ReplicaId] = frozenset()
-    _told: dict[ReplicaId, PoolReplica] = field(default_factory=dict)
+    _told: dict[ReplicaId, m.PoolReplica] = field(default_factory=dict)
     measures: dict[ReplicaId, int] = field(default_factory=dict)
     """Who should measure costs in idle moments, and up to which batch."""
-    latest: PoolDigest | None = None
+    latest: m.PoolDigest | None = None
 
-    def restore(self, digest: PoolDigest) -> None:
+    def restore(self, digest: m.PoolDigest) -> None:
         """Goes on from the last digest of an earlier leader: its dead stay dead."""
         if digest.sequence > self._sequence:
             # Somebody else led since our last one. What they tell begins with what we had told them.
@@ -85,10 +75,10 @@ class DigestBuilder:
         """The routing weight of a replica; 1.0 is neutral."""
         return self._weights.get(replica, 1.0)
 
-    def told(self, record: ModelRecord) -> PoolModel:
+    def told(self, record: m.ModelRecord) -> m.PoolModel:
         """What the last digest said of a model. Asking the core again could change what it decides next."""
         models = self.latest.models if self.latest is not None else ()
-        nothing = PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
+        nothing = m.PoolModel(deployment=record.deployment, model_hash=record.model_hash, name=record.name)
         return next((model for model in models if model.name == record.name), nothing)
 
     def note(
@@ -105,7 +95,7 @@ class DigestBuilder:
         """Adds an action to the timeline and returns its number for :meth:`close`."""
         self.notes += 1
         self._numbers += 1
-        self._timeline[self._numbers] = TimelineEntry(
+        self._timeline[self._numbers] = m.TimelineEntry(
             at_unix_s=now_s, action=action, model=model, replica=replica, device=device, reason=reason, outcome=outcome
         )
         while len(self._timeline) > self._settings.timeline_entries_max:
@@ -121,7 +111,7 @@ class DigestBuilder:
                 entry, outcome=outcome, took_s=round(took_s, 3), replica=replica or entry.replica
             )
 
-    def timeline(self, unix_offset_s: float) -> tuple[TimelineEntry, ...]:
+    def timeline(self, unix_offset_s: float) -> tuple[m.TimelineEntry, ...]:
         """Oldest first, in wall-clock time."""
         key = (self.notes, unix_offset_s)
         if self._lifted is None or self._lifted[0] != key:
@@ -143,7 +133,7 @@ class DigestBuilder:
         replicas = tuple([self._tell(replica, known) for replica in self._pool.replicas_in_order() if not replica.dead])
         demand, nobody = self._pool.inflow.demand(now_s), Demand()
         models = tuple(
-            PoolModel(
+            m.PoolModel(
                 deployment=record.deployment,
                 model_hash=record.model_hash,
                 name=name,
@@ -160,7 +150,7 @@ class DigestBuilder:
         )
         self._published_s = now_s
         self._sequence += 1
-        self.latest = PoolDigest(
+        self.latest = m.PoolDigest(
             epoch=epoch,
             sequence=self._sequence,
             replicas=replicas,
@@ -170,17 +160,17 @@ class DigestBuilder:
         stored = msgspec.structs.replace(self.latest, dead=tuple(self._pool.dead), timeline=self.timeline(unix_offset_s))
         return PublishDigest(self.latest, stored)
 
-    def _tell(self, replica: Replica, known: dict[ReplicaId, PoolReplica]) -> PoolReplica:
+    def _tell(self, replica: Replica, known: dict[ReplicaId, m.PoolReplica]) -> m.PoolReplica:
         """A replica's row: the same object as long as it says the same."""
         report = replica.report
-        leaves = report.replica in self._pool.leaving and report.state is ReplicaState.READY
-        state = ReplicaState.DRAINING if leaves else report.state
+        leaves = report.replica in self._pool.leaving and report.state is m.ReplicaState.READY
+        state = m.ReplicaState.DRAINING if leaves else report.state
         suspect = self._pool.workers[replica.worker].presence is Presence.SUSPECT
         weight = self._weights.get(report.replica, 1.0) * (HEAVIEST_FACTOR if report.replica in self._gives_way else 1.0)
         measure = self.measures.get(report.replica, 0)
         row = known.get(report.replica)
         if row is None or (row.state, row.suspect, row.weight, row.measure) != (state, suspect, weight, measure):
-            row = PoolReplica(
+            row = m.PoolReplica(
                 replica=report.replica,
                 deployment=report.deployment,
                 model_hash=report.model_hash,
@@ -195,5 +185,5 @@ class DigestBuilder:
         return row
 
 
-def _by_name(queue: tuple[SlaClass, Lane]) -> tuple[str, str]:
+def _by_name(queue: tuple[m.SlaClass, m.Lane]) -> tuple[str, str]:
     return queue[0].value, queue[1].value

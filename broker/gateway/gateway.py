@@ -24,33 +24,9 @@ import structlog
 
 from broker.api.openai_answers import AnswerHead
 from broker.api.openai_bodies import ParsedBody, parse_body
-from broker.core.requests.admission import (
-    AUTO,
-    Admission,
-    Limits,
-    ModelView,
-    Refused,
-    context_refusal,
-    no_model_fits,
-    pool_refusal,
-    rank_models,
-    task_refusal,
-    unknown_model,
-    yields_at_s,
-)
+from broker.core.requests import admission as adm
+from broker.core.requests import events as ev
 from broker.core.requests.affinity import COSTS_DEFAULT, PromptPrefix, ReuseCosts, engine_spans, prompt_prefix, reuse_costs
-from broker.core.requests.events import (
-    Cancelled,
-    ClientLeft,
-    Deliver,
-    EndRequest,
-    Finished,
-    PoolChanged,
-    RecordGrant,
-    RecordRestart,
-    RequestSubmitted,
-    ShutdownStarted,
-)
 from broker.core.requests.events import Failed as CoreFailed
 from broker.gateway.ask_headers import header, request_kind, timeout_s_of, wish_of
 from broker.gateway.exchange import Ask, Ended, Exchange, Failed, unavailable
@@ -64,12 +40,12 @@ from profiles.blocks import engine_salt
 from profiles.deployment import parses_with
 from profiles.features import OutputLengths, RequestContext, profile_and_chain
 from profiles.tokenizer import ModelTokenizer, PromptTokenizer
+from subjects import messages as m
 from subjects import names
 from subjects.bus import Bus, BusMessage, KvEntry, Subscription
 from subjects.codec import decode, encode
 from subjects.errors import ApiError, BusError, DecodeError, place_of
 from subjects.ids import IngressId, RequestId, Tenant, incarnated
-from subjects.messages import Endpoint, IngressTelemetry, ModelRecord, PoolDigest, RequestProfile, StepCosts, Usage
 from subjects.tasks import Tasks
 
 TELEMETRY_EVERY_S = 0.1
@@ -99,7 +75,7 @@ class GatewayOptions:
 
     name: str = "gateway"
     queue_shards: int = 1
-    limits: Limits = field(default_factory=Limits)
+    limits: adm.Limits = field(default_factory=adm.Limits)
     request_s_max: float = 600.0
     """The deadline of a request that brings none, and the latest that it may bring."""
     trust_domains: Mapping[Tenant, str] = field(default_factory=dict)
@@ -107,7 +83,7 @@ class GatewayOptions:
 
 
 class _Profiled(NamedTuple):
-    profile: RequestProfile
+    profile: m.RequestProfile
     salt: str
     """What its trust domain's KV is salted with, in hex."""
     prefix: PromptPrefix | None
@@ -118,8 +94,8 @@ class _Live:
     exchange: Exchange
     ask: Ask
     body: ParsedBody
-    view: ModelView
-    profile: RequestProfile
+    view: adm.ModelView
+    profile: m.RequestProfile
     salt: str
     prefix: PromptPrefix | None
     arrived_s: float
@@ -141,13 +117,13 @@ class Gateway:
         self.ingress = IngressId(incarnated(self._options.name))
         self.metrics = GatewayMetrics()
         self.started_unix_s = int(time.time())
-        self.digest: PoolDigest | None = None
+        self.digest: m.PoolDigest | None = None
         self._models = ModelTable()
-        self._admission = Admission(self._options.limits)
+        self._admission = adm.Admission(self._options.limits)
         self.prefixes = PrefixIndex()
         """Who holds the KV of which prompts."""
         self._kv_sync = IndexSync(bus, self.prefixes, self.ingress, discarded=self.discarded)
-        self._reuse: dict[str, tuple[ModelRecord, ReuseCosts]] = {}
+        self._reuse: dict[str, tuple[m.ModelRecord, ReuseCosts]] = {}
         shards = self._options.queue_shards
         self._shell = RequestShell(bus, self.ingress, self, queue_shards=shards, prefixes=self.prefixes)
         self._lengths = OutputLengths()
@@ -187,7 +163,7 @@ class Gateway:
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits for the running ones; those still there after ``timeout_s`` end with an error."""
         self._draining = True
-        self._shell.step(ShutdownStarted(time.monotonic() + timeout_s))
+        self._shell.step(ev.ShutdownStarted(time.monotonic() + timeout_s))
         if self._live:
             self._idle.clear()
             try:
@@ -262,18 +238,18 @@ class Gateway:
             return "bus lost"
         return "" if self._registry_read else "starting"
 
-    def model_states(self) -> list[tuple[ModelView, str]]:
+    def model_states(self) -> list[tuple[adm.ModelView, str]]:
         """Every known model, unloaded ones too (PAINS B3), then every adapter, with the state of its replicas."""
         views = (*self._models.views(), *self._models.adapters())
         return [(view, self._models.state(view.record)) for view in views]
 
-    def state_of(self, name: str) -> tuple[ModelView, str]:
+    def state_of(self, name: str) -> tuple[adm.ModelView, str]:
         """The model or adapter of a name or alias, with the state of its replicas.
 
         Raises:
             ApiError: 404, nobody configured the name.
         """
-        view = self._models.resolve(name) or _raise(unknown_model(name))
+        view = self._models.resolve(name) or _raise(adm.unknown_model(name))
         return view, self._models.state(view.record)
 
     def metrics_text(self) -> bytes:
@@ -317,7 +293,7 @@ class Gateway:
             self._opening -= 1
         return exchange
 
-    async def tokenized(self, name: str | None, size_bytes: int, work: Callable[[ModelTokenizer, ModelRecord], _T]) -> _T:
+    async def tokenized(self, name: str | None, size_bytes: int, work: Callable[[ModelTokenizer, m.ModelRecord], _T]) -> _T:
         """What ``work`` makes of the tokenizer of a model, without a word to the pool: no model wakes for it.
 
         ``work`` runs in a thread where ``size_bytes`` is large.
@@ -363,53 +339,53 @@ class Gateway:
         elif self._bus_lost_s is None:
             self._bus_lost_s = time.monotonic()
 
-    async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[ModelView, _Profiled]:
+    async def _choose(self, ask: Ask, body: ParsedBody, arrived_s: float) -> tuple[adm.ModelView, _Profiled]:
         """The model that answers, and the profile counted with its own tokenizer (ING-5, ING-6)."""
         model, adapter = body.asked.model, body.fields.adapter
-        if model != AUTO or adapter:
+        if model != adm.AUTO or adapter:
             view = await self._named(adapter or model, arrived_s)
-            if adapter and model != AUTO:
+            if adapter and model != adm.AUTO:
                 base = await self._named(model, arrived_s)  # most name an adapter as the model; here it has its base (ING-3)
-                view = self._models.adapter_of(base, adapter) or _raise(unknown_model(adapter))
+                view = self._models.adapter_of(base, adapter) or _raise(adm.unknown_model(adapter))
             elif adapter and view.adapter is None:
                 message = f"'{view.name}' is a model and no adapter: name it in 'model'."
                 raise ApiError(400, message, param="adapter", code="invalid_value")
-            if (unable := task_refusal(view.record, ask.endpoint)) is not None:
+            if (unable := adm.task_refusal(view.record, ask.endpoint)) is not None:
                 raise _api_error(unable)
-            if (refusal := pool_refusal(view)) is not None:
+            if (refusal := adm.pool_refusal(view)) is not None:
                 view = self._fallback_of(view) or _raise(refusal)
             return view, await self._profile(ask, body, view, arrived_s)
         wish = wish_of(ask, body)
-        for view in rank_models(wish, self._models.views()):
+        for view in adm.rank_models(wish, self._models.views()):
             try:
                 return view, await self._profile(ask, body, view, arrived_s)
             except ApiError as error:
                 if error.code not in ("context_length_exceeded", "tokenizer_broken"):
                     raise
-        raise _api_error(no_model_fits(wish))
+        raise _api_error(adm.no_model_fits(wish))
 
-    async def _named(self, name: str, arrived_s: float) -> ModelView:
+    async def _named(self, name: str, arrived_s: float) -> adm.ModelView:
         view = self._models.resolve(name)
         while view is None and self._read_again_s < arrived_s:
             await self._read_again()
             view = self._models.resolve(name)
-        return view or _raise(unknown_model(name))
+        return view or _raise(adm.unknown_model(name))
 
-    def _fallback_of(self, view: ModelView) -> ModelView | None:
+    def _fallback_of(self, view: adm.ModelView) -> adm.ModelView | None:
         """The model that a service degrades to, if it can be served now (ING-8)."""
         other = self._models.resolve(view.record.fallback)
-        if other is None or other.record.name == view.record.name or pool_refusal(other) is not None:
+        if other is None or other.record.name == view.record.name or adm.pool_refusal(other) is not None:
             return None
         return other if other.record.task is view.record.task else None
 
-    async def _profile(self, ask: Ask, body: ParsedBody, view: ModelView, arrived_s: float) -> _Profiled:
+    async def _profile(self, ask: Ask, body: ParsedBody, view: adm.ModelView, arrived_s: float) -> _Profiled:
         record = view.record
         tokenizer = await self._tokenizer_of(record)
         count = partial(tokenizer.prompts, ask.endpoint, body.mapping)
         prompts = count() if len(body.raw) <= TOKENISED_INLINE_BYTES_MAX else await self._in_thread(count)
-        if ask.endpoint is not Endpoint.EMBEDDINGS:
+        if ask.endpoint is not m.Endpoint.EMBEDDINGS:
             input_tokens = max(len(prompt) for prompt in prompts)
-            refusal = context_refusal(record, input_tokens=input_tokens, max_tokens=body.asked.max_tokens)
+            refusal = adm.context_refusal(record, input_tokens=input_tokens, max_tokens=body.asked.max_tokens)
             if refusal is not None:
                 raise _api_error(refusal)
         now_s = time.monotonic()
@@ -426,13 +402,13 @@ class Gateway:
         )
         profile, chain = profile_and_chain(record, ask.endpoint, body.asked, prompts, context, self._lengths)
         # KV of embeddings is not kept either, so their prompts are not looked for.
-        kept = record.kv_reuse and ask.endpoint is not Endpoint.EMBEDDINGS
+        kept = record.kv_reuse and ask.endpoint is not m.Endpoint.EMBEDDINGS
         hashes = chain.hashes if kept and not self.prefixes.empty else []
         salt = engine_salt(chain.salt, kept=record.kv_reuse)
         costs = self._reuse_costs(record, view.pool.costs if view.pool is not None else None)
         return _Profiled(profile, salt, prompt_prefix(hashes, record, costs))
 
-    def _reuse_costs(self, record: ModelRecord, step: StepCosts | None) -> ReuseCosts:
+    def _reuse_costs(self, record: m.ModelRecord, step: m.StepCosts | None) -> ReuseCosts:
         known = self._reuse.get(record.name)
         if known is None or known[0] is not record or known[1].step != (step or COSTS_DEFAULT):
             if len(self._reuse) >= REUSE_COSTS_MAX:
@@ -442,7 +418,7 @@ class Gateway:
                 self.prefixes.engine_is(record.model_hash, spans)
         return known[1]
 
-    async def _tokenizer_of(self, record: ModelRecord) -> PromptTokenizer:
+    async def _tokenizer_of(self, record: m.ModelRecord) -> PromptTokenizer:
         loaded = self._models.loaded_tokenizer(record)
         return await self._in_thread(partial(self._models.load_tokenizer, record)) if loaded is None else loaded
 
@@ -454,7 +430,7 @@ class Gateway:
         longest_s = self._options.request_s_max
         return arrived_s + (longest_s if timeout_s is None else min(timeout_s, longest_s))
 
-    def _submit(self, ask: Ask, body: ParsedBody, view: ModelView, profiled: _Profiled, arrived_s: float) -> Exchange:
+    def _submit(self, ask: Ask, body: ParsedBody, view: adm.ModelView, profiled: _Profiled, arrived_s: float) -> Exchange:
         profile, salt, prefix = profiled
         request = RequestId(f"{self.ingress}-{next(self._numbers)}")
         # The name the client used, alias or not; for ``auto`` and a degradation, the model that answers (PAINS J12).
@@ -462,11 +438,11 @@ class Gateway:
         own_name = view.is_called(asked.model)
         name = asked.model if own_name else view.name
         head = AnswerHead(request, ask.endpoint, name, int(time.time()), profile.n, asked.include_usage)
-        stream = asked.stream if ask.stream is None else ask.stream and ask.endpoint is not Endpoint.EMBEDDINGS
+        stream = asked.stream if ask.stream is None else ask.stream and ask.endpoint is not m.Endpoint.EMBEDDINGS
         if stream is not profile.stream:
             profile = msgspec.structs.replace(profile, stream=stream)
         leave = partial(self._client_left, request)
-        degraded_from = "" if own_name or asked.model == AUTO else asked.model
+        degraded_from = "" if own_name or asked.model == adm.AUTO else asked.model
         exchange = Exchange(request, head, view.name, stream, profile.input_tokens, leave, degraded_from)
         deadline_s = self._deadline_s(ask, arrived_s)
         wait_until_s = min(deadline_s, arrived_s + view.record.max_wait_s)
@@ -482,14 +458,14 @@ class Gateway:
         arrived_unix_s = time.time() - (time.monotonic() - live.arrived_s)
         self._recent.arrived(request, live.view.name, live.profile, live.arrived_s, arrived_unix_s)
         self._shell.step(
-            RequestSubmitted(
+            ev.RequestSubmitted(
                 request=request,
                 profile=live.profile,
                 body=live.body.raw,
                 wait_until_s=live.wait_until_s,
                 deadline_s=live.deadline_s,
                 cache_salt=live.salt,
-                yields_at_s=yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
+                yields_at_s=adm.yields_at_s(live.view.record, live.profile.input_tokens, live.arrived_s),
                 sla=live.view.record.sla,
                 adapter=live.view.adapter,
                 options=parses_with(live.view.record.engine_options),
@@ -503,11 +479,11 @@ class Gateway:
     def _client_left(self, request: RequestId) -> None:
         if (live := self._live.get(request)) is not None:
             self.metrics.of(live.view.name).cancelled.inc()
-            self._shell.step(ClientLeft(request))
+            self._shell.step(ev.ClientLeft(request))
 
     # ------------------------------------------------------------------------------------------- what the core reports
 
-    def granted(self, grant: RecordGrant) -> None:
+    def granted(self, grant: ev.RecordGrant) -> None:
         """A replica has the request."""
         if (live := self._live.get(grant.request)) is None:
             return
@@ -524,7 +500,7 @@ class Gateway:
         exchange.replica, exchange.attempt = grant.replica, grant.attempt
         exchange.queue_wait_s = time.monotonic() - live.arrived_s
 
-    def delivered(self, deliver: Deliver) -> None:
+    def delivered(self, deliver: ev.Deliver) -> None:
         """The next output of a request."""
         if (live := self._live.get(deliver.request)) is None:
             return
@@ -539,9 +515,9 @@ class Gateway:
             live.exchange.drop_buffered()
             error = unavailable("The client reads too slowly; the answer was given up.", "slow_client", None)
             live.exchange.close(Failed(error))
-            self._shell.step(ClientLeft(deliver.request))
+            self._shell.step(ev.ClientLeft(deliver.request))
 
-    def restarted(self, restart: RecordRestart) -> None:
+    def restarted(self, restart: ev.RecordRestart) -> None:
         """The request lost its replica and waits again."""
         if (live := self._live.get(restart.request)) is None:
             return
@@ -554,17 +530,17 @@ class Gateway:
         # Not the reason: it may be an engine's error, which may quote the prompt.
         log.info("a request waits again", request=restart.request, attempt=restart.attempt, lost=live.exchange.replica)
 
-    def ended(self, end: EndRequest) -> None:
+    def ended(self, end: ev.EndRequest) -> None:
         """The request has ended."""
         self._admission.ended(end.request)
-        usage = end.outcome.usage if isinstance(end.outcome, Finished) else None
-        failed = _CLIENT_LEFT if isinstance(end.outcome, Cancelled) else end.outcome
-        status, code = (200, "") if isinstance(failed, Finished) else (failed.status, failed.code or "")
+        usage = end.outcome.usage if isinstance(end.outcome, ev.Finished) else None
+        failed = _CLIENT_LEFT if isinstance(end.outcome, ev.Cancelled) else end.outcome
+        status, code = (200, "") if isinstance(failed, ev.Finished) else (failed.status, failed.code or "")
         tokens = usage.completion_tokens if usage is not None else None
         self._recent.ended(end.request, time.monotonic(), status=status, code=code, output_tokens=tokens)
         if (live := self._live.pop(end.request, None)) is None:
             return
-        if isinstance(failed, Finished):
+        if isinstance(failed, ev.Finished):
             self._count_end(live, "200")
             self._learn(live, usage)
             live.exchange.close(Ended(usage))
@@ -593,7 +569,7 @@ class Gateway:
         self.metrics.ended(name, status, live.ask.way)
         self.metrics.of(name).latency_s.observe(time.monotonic() - live.arrived_s)
 
-    def _learn(self, live: _Live, usage: Usage | None) -> None:
+    def _learn(self, live: _Live, usage: m.Usage | None) -> None:
         if usage is None:
             return
         profile = live.profile
@@ -614,7 +590,7 @@ class Gateway:
         self._resubmits.spawn(self._resubmit(live, other, failed))
         return True
 
-    async def _resubmit(self, live: _Live, other: ModelView, failed: CoreFailed) -> None:
+    async def _resubmit(self, live: _Live, other: adm.ModelView, failed: CoreFailed) -> None:
         """Belongs to no core while it runs, so every way out of it but an admission ends the exchange."""
         now_s = time.monotonic()
         exchange = live.exchange
@@ -659,14 +635,14 @@ class Gateway:
 
     def _take_digest(self, payload: bytes) -> None:
         try:
-            digest = decode(payload, PoolDigest)
+            digest = decode(payload, m.PoolDigest)
         except DecodeError:
             self.discarded("pool")
             return
         self.digest = digest
         self._models.digest_changed(digest)
         self.prefixes.pool_is(digest)
-        self._shell.step(PoolChanged(digest))
+        self._shell.step(ev.PoolChanged(digest))
 
     async def _send_telemetry(self) -> None:
         """Every 100 ms, and at once when somebody starts to wait for a model without replicas: that wakes a cold one."""
@@ -678,7 +654,7 @@ class Gateway:
             if not self._bus.connected:
                 continue
             self._telemetry_sequence += 1
-            telemetry = IngressTelemetry(
+            telemetry = m.IngressTelemetry(
                 ingress=self.ingress, sequence=self._telemetry_sequence, demand=self._shell.take_demand()
             )
             try:
@@ -690,11 +666,11 @@ class Gateway:
 # --------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _raise(refusal: Refused) -> NoReturn:
+def _raise(refusal: adm.Refused) -> NoReturn:
     raise _api_error(refusal)
 
 
-def _api_error(told: Refused | CoreFailed) -> ApiError:
+def _api_error(told: adm.Refused | CoreFailed) -> ApiError:
     retry_after_s = 1 if told.retry_after_s is None and told.status in (429, 503) else told.retry_after_s
     return ApiError(told.status, told.message, type=told.type, param=told.param, code=told.code, retry_after_s=retry_after_s)
 

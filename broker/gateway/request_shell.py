@@ -9,31 +9,8 @@ from typing import TYPE_CHECKING, assert_never
 
 import structlog
 
+from broker.core.requests import events as ev
 from broker.core.requests.core import RequestCore
-from broker.core.requests.events import (
-    AnswerClaim,
-    BusReconnected,
-    BusRoundTripMade,
-    ClaimReceived,
-    DeleteTicket,
-    Deliver,
-    EndRequest,
-    EnsureQueue,
-    FramesReceived,
-    HandLost,
-    HandOver,
-    NotStoredReason,
-    PublishTicket,
-    QueueChecked,
-    RecordGrant,
-    RecordRestart,
-    RequestCommand,
-    RequestEvent,
-    SendBack,
-    Ticked,
-    TicketNotStored,
-    TicketStored,
-)
 from kvcache.core.prefix_index import PrefixIndex
 from subjects import names
 from subjects.bus import Bus, BusMessage, Subscription
@@ -59,10 +36,10 @@ ROUND_TRIP_EVERY_S = 0.2
 ROUND_TRIP_TIMEOUT_S = 1.0
 QUEUE_CHECK_EVERY_S = 1.0
 BUS_RETRY_S = 0.5
-_NOT_STORED: dict[type[BusError], NotStoredReason] = {
-    QueueFull: NotStoredReason.QUEUE_FULL,
-    QueueMissing: NotStoredReason.QUEUE_MISSING,
-    RequestTimeout: NotStoredReason.TIMEOUT,
+_NOT_STORED: dict[type[BusError], ev.NotStoredReason] = {
+    QueueFull: ev.NotStoredReason.QUEUE_FULL,
+    QueueMissing: ev.NotStoredReason.QUEUE_MISSING,
+    RequestTimeout: ev.NotStoredReason.TIMEOUT,
 }
 
 log = structlog.get_logger(__name__)
@@ -80,7 +57,7 @@ class RequestShell:
         self._gateway = gateway
         self._shards = queue_shards
         self._core = RequestCore(ingress, prefixes=prefixes)
-        self._events: deque[RequestEvent] = deque()
+        self._events: deque[ev.RequestEvent] = deque()
         self._stepping = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s: float | None = None
@@ -120,7 +97,7 @@ class RequestShell:
         await self._loops.end()
         await self._tasks.end()
 
-    def step(self, event: RequestEvent) -> None:
+    def step(self, event: ev.RequestEvent) -> None:
         """Tells the core and does what it asks for. A call from inside a step waits for that step's end."""
         self._events.append(event)
         if self._stepping or self._stopped:
@@ -136,29 +113,29 @@ class RequestShell:
 
     # ------------------------------------------------------------------------------------------------------ commands out
 
-    def _do(self, command: RequestCommand) -> None:
+    def _do(self, command: ev.RequestCommand) -> None:
         match command:
-            case Deliver():
+            case ev.Deliver():
                 self._gateway.delivered(command)
-            case HandOver():
+            case ev.HandOver():
                 self._hand_over(command)
-            case RecordGrant():
+            case ev.RecordGrant():
                 self._gateway.granted(command)
-            case EndRequest():
+            case ev.EndRequest():
                 self._gateway.ended(command)
-            case SendBack():
+            case ev.SendBack():
                 self._post(names.back(command.replica), encode(command.back))
-            case PublishTicket():
+            case ev.PublishTicket():
                 self._tasks.spawn(self._publish(command))
-            case AnswerClaim():
+            case ev.AnswerClaim():
                 reply = self._replies.pop(command.token, "")
                 if reply:
                     self._post(reply, encode(command.reply))
-            case DeleteTicket():
+            case ev.DeleteTicket():
                 self._tasks.spawn(self._delete(command))
-            case RecordRestart():
+            case ev.RecordRestart():
                 self._gateway.restarted(command)
-            case EnsureQueue():
+            case ev.EnsureQueue():
                 self._tasks.spawn(self._ensure_queue())
             case _:
                 assert_never(command)
@@ -172,7 +149,7 @@ class RequestShell:
         except BusError:
             pass
 
-    async def _publish(self, command: PublishTicket) -> None:
+    async def _publish(self, command: ev.PublishTicket) -> None:
         ticket, profile = command.ticket, command.ticket.profile
         about = (ticket.request, ticket.attempt, ticket.publication)
         try:
@@ -185,24 +162,24 @@ class RequestShell:
                 ttl_s=command.ttl_s,
             )
         except BusError as error:
-            self.step(TicketNotStored(*about, _NOT_STORED.get(type(error), NotStoredReason.BUS_UNAVAILABLE)))
+            self.step(ev.TicketNotStored(*about, _NOT_STORED.get(type(error), ev.NotStoredReason.BUS_UNAVAILABLE)))
         else:
-            self.step(TicketStored(*about, stored))
+            self.step(ev.TicketStored(*about, stored))
 
-    def _hand_over(self, command: HandOver) -> None:
+    def _hand_over(self, command: ev.HandOver) -> None:
         grant = command.hand.grant
         reply = names.unheard(self._ingress, grant.request, grant.attempt)
         try:
             self._bus.post(names.run(command.replica), encode(command.hand), reply=reply)
         except BusError:
-            self._events.append(HandLost(grant.request, grant.attempt))
+            self._events.append(ev.HandLost(grant.request, grant.attempt))
 
     def _on_unheard(self, message: BusMessage) -> None:
         request, _, attempt = message.subject.removeprefix(self._unheard).rpartition(".")
         if message.undelivered and attempt.isdecimal():
-            self.step(HandLost(RequestId(request), int(attempt)))
+            self.step(ev.HandLost(RequestId(request), int(attempt)))
 
-    async def _delete(self, command: DeleteTicket) -> None:
+    async def _delete(self, command: ev.DeleteTicket) -> None:
         try:
             await self._bus.queue_delete(command.stored)
         except BusError as error:
@@ -236,7 +213,7 @@ class RequestShell:
         self._claims += 1
         token = self._claims
         self._replies[token] = message.reply
-        self.step(ClaimReceived(claim, token))
+        self.step(ev.ClaimReceived(claim, token))
         self._replies.pop(token, None)
 
     def _on_frames(self, message: BusMessage) -> None:
@@ -245,10 +222,10 @@ class RequestShell:
         except DecodeError:
             self._gateway.discarded("frames")
             return
-        self.step(FramesReceived(frames))
+        self.step(ev.FramesReceived(frames))
 
     def _on_reconnected(self) -> None:
-        self.step(BusReconnected())
+        self.step(ev.BusReconnected())
         self._tasks.spawn(self._ensure_queue())
 
     async def _check_round_trip(self) -> None:
@@ -260,7 +237,7 @@ class RequestShell:
                 self.round_trip_s = None
             else:
                 self.round_trip_s = time.monotonic() - started_s  # the event loop's own clock is too coarse for this
-                self.step(BusRoundTripMade())
+                self.step(ev.BusRoundTripMade())
             await asyncio.sleep(ROUND_TRIP_EVERY_S)
 
     async def _check_queues(self) -> None:
@@ -275,7 +252,7 @@ class RequestShell:
                 except BusError:
                     continue
                 for model in models:
-                    self.step(QueueChecked(model, created))
+                    self.step(ev.QueueChecked(model, created))
 
     # -------------------------------------------------------------------------------------------------------------- time
 
@@ -293,4 +270,4 @@ class RequestShell:
 
     def _tick(self) -> None:
         self._timer = None
-        self.step(Ticked())
+        self.step(ev.Ticked())

@@ -16,15 +16,7 @@ from typing import Any, Final
 
 from kvcache.core.identity import PAGE_BYTES
 from kvcache.node.host_tier import HostBlock, checksums_of, decoded
-from kvcache.wire.messages import (
-    LENGTHS_BYTES,
-    Block,
-    Blocks,
-    ToTarget,
-    checksums,
-    lengths,
-    read_head,
-)
+from kvcache.wire import messages as w
 from subjects.errors import DecodeError
 
 ACCEPT_PAUSE_S: Final = 0.05
@@ -59,11 +51,11 @@ async def accepted(listening: socket.socket) -> AsyncIterator[socket.socket]:
 
 async def read_message(sock: socket.socket, kind: Any) -> Any:
     """A message without a body."""
-    start = await read_bytes(sock, LENGTHS_BYTES)
-    head_bytes, body_bytes = lengths(start)
+    start = await read_bytes(sock, w.LENGTHS_BYTES)
+    head_bytes, body_bytes = w.lengths(start)
     if body_bytes:
         raise DecodeError("a body where none belongs")
-    return read_head(bytes(await read_bytes(sock, head_bytes)), kind)
+    return w.read_head(bytes(await read_bytes(sock, head_bytes)), kind)
 
 
 async def read_bytes(sock: socket.socket, size: int) -> bytearray:
@@ -219,12 +211,12 @@ def receive_jobs(
 def _receive_blocks(
     sock: socket.socket, batch: Sequence[int], room: Sequence[HostBlock], end_s: float, received: Received
 ) -> None:
-    start = bytearray(LENGTHS_BYTES)
+    start = bytearray(w.LENGTHS_BYTES)
     _receive_all(sock, [memoryview(start)], end_s)
-    head_bytes, body_bytes = lengths(start)
+    head_bytes, body_bytes = w.lengths(start)
     head = bytearray(head_bytes)
     _receive_all(sock, [memoryview(head)], end_s)
-    blocks = _fitting(read_head(bytes(head), ToTarget), batch, room, body_bytes)
+    blocks = _fitting(w.read_head(bytes(head), w.ToTarget), batch, room, body_bytes)
     right = True
     for told, block in zip(blocks, room, strict=False):
         if told.codec == "none":
@@ -233,7 +225,7 @@ def _receive_blocks(
         else:
             payload = memoryview(mmap.mmap(-1, told.size))
             _receive_all(sock, [payload], end_s)
-            right = right and checksums(payload) == told.checksums and decoded(block, payload, told.codec)
+            right = right and w.checksums(payload) == told.checksums and decoded(block, payload, told.codec)
             found = checksums_of(block)
         received.bytes += told.size
         if right:
@@ -246,12 +238,12 @@ def _receive_summed(sock: socket.socket, view: memoryview, end_s: float) -> byte
     for at in range(0, len(view), SUMMED_BYTES):
         part = view[at : at + SUMMED_BYTES]
         _receive_all(sock, [part], end_s)
-        sums.append(checksums(part))
+        sums.append(w.checksums(part))
     return b"".join(sums)
 
 
-def _fitting(message: object, batch: Sequence[int], room: Sequence[HostBlock], body_bytes: int) -> tuple[Block, ...]:
-    if not isinstance(message, Blocks):
+def _fitting(message: object, batch: Sequence[int], room: Sequence[HostBlock], body_bytes: int) -> tuple[w.Block, ...]:
+    if not isinstance(message, w.Blocks):
         raise DecodeError("the source said something else")
     blocks = message.blocks
     if [block.place for block in blocks] != list(batch[: len(blocks)]) or body_bytes != sum(block.size for block in blocks):

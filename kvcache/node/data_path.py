@@ -32,20 +32,7 @@ from kvcache.node.data_bytes import SILENCE_S_MAX, accepted, in_thread, parts_of
 from kvcache.node.host_tier import HostBlock
 from kvcache.node.settings import NodeSettings
 from kvcache.node.tiers import Tiers
-from kvcache.wire.messages import (
-    BLOCKS_MAX,
-    BODY_BYTES_MAX,
-    GREETING,
-    Block,
-    Blocks,
-    Fetch,
-    Open,
-    Opened,
-    ToSource,
-    checksums,
-    frame,
-    joined,
-)
+from kvcache.wire import messages as w
 from subjects.errors import DecodeError, place_of
 from subjects.tasks import Tasks
 
@@ -75,7 +62,7 @@ class Tokens:
         expiry = _TOKEN.pack(int(expires_s * 1000))
         return expiry + self._mac(identity, head, blocks, expiry)
 
-    def opens(self, asked: Open, now_s: float) -> bool:
+    def opens(self, asked: w.Open, now_s: float) -> bool:
         """Whether the token is ours, of this chain, and not expired; takes equally long for each wrong one."""
         expiry, mac = asked.token[: _TOKEN.size], asked.token[_TOKEN.size :]
         right = hmac.compare_digest(mac, self._mac(asked.identity, asked.head, asked.blocks, expiry))
@@ -98,7 +85,7 @@ class Rate:
     @property
     def step_bytes(self) -> int:
         """What should be sent at once so that the rate is even."""
-        return max(PAGE_BYTES, int(self._bytes_per_s * RATE_STEP_S)) if self._bytes_per_s else BODY_BYTES_MAX
+        return max(PAGE_BYTES, int(self._bytes_per_s * RATE_STEP_S)) if self._bytes_per_s else w.BODY_BYTES_MAX
 
     async def take(self, size: int) -> None:
         """Waits until ``size`` more bytes may go."""
@@ -172,25 +159,25 @@ class DataServer:
             try:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 async with asyncio.timeout(OPEN_S_MAX):
-                    await asyncio.get_running_loop().sock_sendall(sock, GREETING)
-                    asked = await read_message(sock, ToSource)
+                    await asyncio.get_running_loop().sock_sendall(sock, w.GREETING)
+                    asked = await read_message(sock, w.ToSource)
             finally:
                 self._strangers -= 1
             chain = self._opened(asked)
             self._targets += 1
             target = True
             identity = chain[0].identity
-            opened = Opened(
+            opened = w.Opened(
                 identity=identity,
                 model_hashes=self._model_hashes(identity),
                 codec=self._tiers.codec_of.get(identity.signature.model, "none"),
-                hashes=joined([block.hash for block in chain]),
+                hashes=w.joined([block.hash for block in chain]),
             )
             async with asyncio.timeout(SILENCE_S_MAX):
-                await asyncio.get_running_loop().sock_sendall(sock, frame(opened))
+                await asyncio.get_running_loop().sock_sendall(sock, w.frame(opened))
             while True:
                 async with asyncio.timeout(IDLE_S_MAX):
-                    fetch = await read_message(sock, ToSource)
+                    fetch = await read_message(sock, w.ToSource)
                 await self._answer(sock, chain, fetch)
         except LookupError as error:
             self.refused += 1
@@ -205,24 +192,24 @@ class DataServer:
             sock.close()
 
     def _opened(self, asked: object) -> list[Held]:
-        if not isinstance(asked, Open) or not self._tokens.opens(asked, time.monotonic()):
+        if not isinstance(asked, w.Open) or not self._tokens.opens(asked, time.monotonic()):
             raise DecodeError("no valid token")
         if self._targets >= self._settings.data_connections_max:
             raise LookupError("too many transfers")
-        chain = self._tiers.holdings.chain(asked.identity, asked.head, BLOCKS_MAX)
+        chain = self._tiers.holdings.chain(asked.identity, asked.head, w.BLOCKS_MAX)
         if len(chain) != asked.blocks or not chain:
             raise LookupError("it is no longer here")
         return chain
 
     async def _answer(self, sock: socket.socket, chain: Sequence[Held], fetch: object) -> None:
-        if not isinstance(fetch, Fetch):
+        if not isinstance(fetch, w.Fetch):
             raise DecodeError("a second token")
         identity = chain[0].identity
         size = identity.signature.block_bytes
-        if len(fetch.places) * size > max(size, BODY_BYTES_MAX) or any(place >= len(chain) for place in fetch.places):
+        if len(fetch.places) * size > max(size, w.BODY_BYTES_MAX) or any(place >= len(chain) for place in fetch.places):
             raise DecodeError("places out of bounds")
         pinned: list[HostBlock] = []
-        blocks: list[Block] = []
+        blocks: list[w.Block] = []
         bodies: list[memoryview] = []
         try:
             for place in fetch.places:
@@ -231,17 +218,17 @@ class DataServer:
                 if block is not None:
                     self._tiers.host.pin(block)
                     pinned.append(block)
-                    blocks.append(Block(place=place, size=block.size, codec="none", checksums=block.checksums))
+                    blocks.append(w.Block(place=place, size=block.size, codec="none", checksums=block.checksums))
                     bodies += block.views
                     continue
                 stored = await self._tiers.stored(identity, held.hash)
                 if stored is None:
                     break
                 payload, codec = stored
-                blocks.append(Block(place=place, size=len(payload), codec=codec, checksums=checksums(payload)))
+                blocks.append(w.Block(place=place, size=len(payload), codec=codec, checksums=w.checksums(payload)))
                 bodies.append(payload)
             total = sum(block.size for block in blocks)
-            await self._send(sock, [memoryview(frame(Blocks(blocks=tuple(blocks)), total)), *bodies])
+            await self._send(sock, [memoryview(w.frame(w.Blocks(blocks=tuple(blocks)), total)), *bodies])
             self.served_blocks += len(blocks)
             self.served_bytes += total
         finally:

@@ -28,16 +28,7 @@ from kvcache.node.data_bytes import (
 from kvcache.node.host_tier import HostBlock
 from kvcache.node.settings import NodeSettings
 from kvcache.node.tiers import Tiers
-from kvcache.wire.messages import (
-    BODY_BYTES_MAX,
-    GREETING,
-    Fetch,
-    Open,
-    Opened,
-    ToTarget,
-    frame,
-    parted,
-)
+from kvcache.wire import messages as w
 from subjects.errors import DecodeError
 from subjects.ids import ReplicaId
 from subjects.messages import KvOffer
@@ -119,7 +110,7 @@ class Puller:
             prepare_socket(sock)
             async with asyncio.timeout(max(0.0, min(SILENCE_S_MAX, end_s - time.monotonic()))):
                 opened = await _open(sock, offer)
-            hashes = parted(opened.hashes)
+            hashes = w.parted(opened.hashes)
             _check(opened, hashes, offer, expected)
             result.hashes = tuple(hashes)
             if self._on_chain is not None:
@@ -133,7 +124,7 @@ class Puller:
     async def _transfer(
         self,
         sock: socket.socket,
-        opened: Opened,
+        opened: w.Opened,
         hashes: Sequence[bytes],
         end_s: float,
         replica: ReplicaId | None,
@@ -197,7 +188,7 @@ class Puller:
     async def _ask(
         self,
         sock: socket.socket,
-        opened: Opened,
+        opened: w.Opened,
         hashes: Sequence[bytes],
         transfer: Transfer,
         rooms: list[list[HostBlock]],
@@ -211,7 +202,7 @@ class Puller:
             if not room:
                 return
             rooms.append(room)
-            question = frame(Fetch(places=batch[: len(room)]))
+            question = w.frame(w.Fetch(places=batch[: len(room)]))
             # A thread may be receiving on this socket. Some questions always find room in its sending buffer.
             if sock.send(question, socket.MSG_DONTWAIT) < len(question):
                 raise OSError("the source takes no questions")
@@ -226,7 +217,7 @@ class Puller:
         for block in room[len(sums) :]:
             self._tiers.host.abandon(block)
 
-    async def _rooms(self, opened: Opened, hashes: Sequence[bytes], batch: Sequence[int]) -> list[HostBlock]:
+    async def _rooms(self, opened: w.Opened, hashes: Sequence[bytes], batch: Sequence[int]) -> list[HostBlock]:
         room: list[HostBlock] = []
         try:
             for place in batch:
@@ -241,7 +232,7 @@ class Puller:
         return room
 
 
-async def _open(sock: socket.socket, offer: KvOffer) -> Opened:
+async def _open(sock: socket.socket, offer: KvOffer) -> w.Opened:
     host, _, port = offer.address.rpartition(":")
     loop = asyncio.get_running_loop()
     try:
@@ -250,20 +241,20 @@ async def _open(sock: socket.socket, offer: KvOffer) -> Opened:
         raise DecodeError("an address that is none") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        if await read_bytes(sock, len(GREETING)) != GREETING:
+        if await read_bytes(sock, len(w.GREETING)) != w.GREETING:
             raise DecodeError("no KV node listens there")
         await loop.sock_sendall(
-            sock, frame(Open(identity=offer.identity, head=offer.head, blocks=offer.blocks, token=offer.token))
+            sock, w.frame(w.Open(identity=offer.identity, head=offer.head, blocks=offer.blocks, token=offer.token))
         )
-        opened = await read_message(sock, ToTarget)
+        opened = await read_message(sock, w.ToTarget)
     except EOFError:
         raise NotOpened from None
-    if not isinstance(opened, Opened):
+    if not isinstance(opened, w.Opened):
         raise DecodeError("the source said something else")
     return opened
 
 
-def _check(opened: Opened, hashes: Sequence[bytes], offer: KvOffer, expected: Sequence[bytes] | None) -> None:
+def _check(opened: w.Opened, hashes: Sequence[bytes], offer: KvOffer, expected: Sequence[bytes] | None) -> None:
     signature = opened.identity.signature
     if opened.identity.key != offer.identity:
         raise DecodeError("the chain is of another model, layout or tenant")
@@ -273,5 +264,5 @@ def _check(opened: Opened, hashes: Sequence[bytes], offer: KvOffer, expected: Se
         raise DecodeError("a chain that names a block twice")
     if expected is not None and list(expected[: len(hashes)]) != list(hashes):
         raise DecodeError("the chain is not that of the prompt")
-    if not 0 < signature.block_bytes <= BODY_BYTES_MAX or signature.block_size < 1:
+    if not 0 < signature.block_bytes <= w.BODY_BYTES_MAX or signature.block_size < 1:
         raise DecodeError("a block of that size is not carried")

@@ -26,7 +26,7 @@ from kvcache.node.settings import NodeSettings
 from kvcache.node.socket import LocalSocket
 from kvcache.node.tiers import Tiers
 from kvcache.store.store import KvStore, Refusal, StoreLocked, StoreRefused, StoreStats
-from kvcache.wire.messages import Attach, KvEvicted, KvModelStats, KvPulled, KvStats, KvTierStats, KvUse, Prepare
+from kvcache.wire import messages as w
 from subjects.bus import Bus
 from subjects.errors import place_of
 from subjects.ids import ReplicaId, base_name, incarnated
@@ -196,7 +196,7 @@ class Node:
 
     # ---- for engines and agents of this host
 
-    def attached(self, engine: Attach) -> None:
+    def attached(self, engine: w.Attach) -> None:
         """See :class:`kvcache.node.socket.Answers`, here and below."""
         signature = engine.signature
         if signature is not None:
@@ -204,7 +204,7 @@ class Node:
             if self.models.note(engine.weights_hash, signature, engine.model_hash, engine.codec):
                 self.tiers.holdings.tell_again(engine.weights_hash, signature)
 
-    def used(self, identity: KvIdentity, hashes: Sequence[bytes], replica: ReplicaId | None, use: KvUse) -> None:
+    def used(self, identity: KvIdentity, hashes: Sequence[bytes], replica: ReplicaId | None, use: w.KvUse) -> None:
         """A request used these blocks."""
         self.policy.used(identity, hashes, use, time.monotonic())
         self.tiers.used(identity, hashes, replica)
@@ -218,7 +218,7 @@ class Node:
         self._memory_wrong()
         await self.tiers.corrupt(identity, hash)
 
-    async def prepare(self, identity: KvIdentity, hashes: Sequence[bytes], engine: Attach, asked: Prepare) -> int:
+    async def prepare(self, identity: KvIdentity, hashes: Sequence[bytes], engine: w.Attach, asked: w.Prepare) -> int:
         """Leading blocks that can be read."""
         if not hashes:
             return 0
@@ -235,16 +235,16 @@ class Node:
         self.tiers.used(identity, hashes[:blocks])
         return blocks
 
-    async def evict(self, kv_signature: str, ratio: float) -> KvEvicted:
+    async def evict(self, kv_signature: str, ratio: float) -> w.KvEvicted:
         """Drops a share of a model's blocks."""
         host_bytes, disk_bytes, blocks = await self.tiers.evict(kv_signature, ratio)
-        return KvEvicted(host_bytes=host_bytes, disk_bytes=disk_bytes, blocks=blocks)
+        return w.KvEvicted(host_bytes=host_bytes, disk_bytes=disk_bytes, blocks=blocks)
 
-    async def pull(self, kv_signature: str, source: str, deadline_s: float) -> KvPulled:
+    async def pull(self, kv_signature: str, source: str, deadline_s: float) -> w.KvPulled:
         """Fetches a model's blocks from another node."""
         return await self.exchange.pull_all(kv_signature, source, deadline_s)
 
-    async def stats(self) -> KvStats:
+    async def stats(self) -> w.KvStats:
         """Counts and fill."""
         tiers, counts, exchange = self.tiers, self.tiers.counts, self.exchange
         host = tiers.host
@@ -253,14 +253,14 @@ class Node:
         in_disk = disk.by_model if disk is not None else {}
         hashes = self.models.by_signature()
         gone = tiers.holdings.gone
-        return KvStats(
+        return w.KvStats(
             node=self.name,
-            host=KvTierStats(bytes_used=host.bytes_used, bytes_max=host.bytes_max, blocks=len(host)),
-            disk=KvTierStats(bytes_used=disk.bytes_used, bytes_max=disk.bytes_max, blocks=disk.blocks)
+            host=w.KvTierStats(bytes_used=host.bytes_used, bytes_max=host.bytes_max, blocks=len(host)),
+            disk=w.KvTierStats(bytes_used=disk.bytes_used, bytes_max=disk.bytes_max, blocks=disk.blocks)
             if disk is not None
-            else KvTierStats(),
+            else w.KvTierStats(),
             models=tuple(
-                KvModelStats(
+                w.KvModelStats(
                     kv_signature=model,
                     model_hashes=hashes.get(model, ()),
                     host_blocks=in_host.get(model, (0, 0))[0],

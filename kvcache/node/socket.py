@@ -22,36 +22,8 @@ from kvcache.node.data_bytes import accepted, receive_into
 from kvcache.node.host_tier import HostBlock, checksums_of
 from kvcache.node.models import is_model_hash
 from kvcache.node.tiers import Tiers
+from kvcache.wire import messages as w
 from kvcache.wire.client import SOCKET_BUFFER_BYTES, peer_uid
-from kvcache.wire.messages import (
-    BLOCKS_MAX,
-    BODY_BYTES_MAX,
-    LENGTHS_BYTES,
-    AskStats,
-    Attach,
-    Attached,
-    Corrupt,
-    Emptied,
-    Evict,
-    Found,
-    Kept,
-    KvEvicted,
-    KvPulled,
-    KvStats,
-    KvUse,
-    Prepare,
-    Prepared,
-    Pull,
-    Read,
-    Refused,
-    ToNode,
-    Used,
-    Write,
-    frame,
-    lengths,
-    parted,
-    read_head,
-)
 from profiles.blocks import HASH_BYTES
 from subjects.errors import CarpoolError, DecodeError, place_of
 from subjects.ids import ReplicaId, is_token
@@ -75,10 +47,10 @@ log = structlog.get_logger(__name__)
 class Answers(Protocol):
     """What the node does for its host, besides keeping blocks."""
 
-    def attached(self, engine: Attach) -> None:
+    def attached(self, engine: w.Attach) -> None:
         """An engine is here."""
 
-    def used(self, identity: KvIdentity, hashes: Sequence[bytes], replica: ReplicaId | None, use: KvUse) -> None:
+    def used(self, identity: KvIdentity, hashes: Sequence[bytes], replica: ReplicaId | None, use: w.KvUse) -> None:
         """A request uses these blocks."""
 
     def emptied(self, replica: ReplicaId) -> None:
@@ -87,16 +59,16 @@ class Answers(Protocol):
     async def corrupt(self, identity: KvIdentity, hash: bytes) -> None:
         """A block did not have its checksum."""
 
-    async def prepare(self, identity: KvIdentity, hashes: Sequence[bytes], engine: Attach, asked: Prepare) -> int:
+    async def prepare(self, identity: KvIdentity, hashes: Sequence[bytes], engine: w.Attach, asked: w.Prepare) -> int:
         """Leading blocks that can be read."""
 
-    async def evict(self, kv_signature: str, ratio: float) -> KvEvicted:
+    async def evict(self, kv_signature: str, ratio: float) -> w.KvEvicted:
         """Drops a share of a model's blocks."""
 
-    async def pull(self, kv_signature: str, source: str, deadline_s: float) -> KvPulled:
+    async def pull(self, kv_signature: str, source: str, deadline_s: float) -> w.KvPulled:
         """Fetches a model's blocks from another node."""
 
-    async def stats(self) -> KvStats:
+    async def stats(self) -> w.KvStats:
         """Counts and fill."""
 
 
@@ -171,12 +143,12 @@ class _Connection:
         self._answers = answers
         self._scratch = scratch
         self._loop = asyncio.get_running_loop()
-        self._engine = Attach()
+        self._engine = w.Attach()
         self._replica: ReplicaId | None = None
         self._sending = asyncio.Lock()
         self._questions = 0
         self._tasks = Tasks(lambda error: log.error("a KV question failed", error=place_of(error)))
-        self._start = memoryview(bytearray(LENGTHS_BYTES))
+        self._start = memoryview(bytearray(w.LENGTHS_BYTES))
         self._identities: dict[bytes, KvIdentity] = {}
 
     async def run(self) -> None:
@@ -189,24 +161,24 @@ class _Connection:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         async with asyncio.timeout(ATTACH_S_MAX):
-            engine, body_bytes = await self._head(Attach)
+            engine, body_bytes = await self._head(w.Attach)
         if body_bytes:
             raise DecodeError("a body where none belongs")
-        self._attach(cast("Attach", engine))
-        await self._send(Attached(node=self._node))
+        self._attach(cast("w.Attach", engine))
+        await self._send(w.Attached(node=self._node))
         while True:
-            message, body_bytes = await self._head(ToNode)
-            await self._take(cast("ToNode", message), body_bytes)
+            message, body_bytes = await self._head(w.ToNode)
+            await self._take(cast("w.ToNode", message), body_bytes)
 
     async def close(self) -> None:
         """Ends what it still asked for."""
         await self._tasks.end()
         self._sock.close()
 
-    def _attach(self, engine: Attach) -> None:
+    def _attach(self, engine: w.Attach) -> None:
         signature = engine.signature
         if signature is not None and (
-            signature.block_bytes < 1 or signature.block_bytes > BODY_BYTES_MAX or signature.block_size < 1
+            signature.block_bytes < 1 or signature.block_bytes > w.BODY_BYTES_MAX or signature.block_size < 1
         ):
             raise DecodeError("a block of that size is not carried")
         # Both go into messages to others, who refuse a whole message for one id that is none.
@@ -224,65 +196,65 @@ class _Connection:
             raise DecodeError("blocks need an engine's signature")
         identity = self._identities.get(salt)
         if identity is None:
-            if len(self._identities) >= BLOCKS_MAX:
+            if len(self._identities) >= w.BLOCKS_MAX:
                 self._identities.clear()
             identity = KvIdentity(weights_hash=self._engine.weights_hash, signature=signature, salt=salt)
             self._identities[salt] = identity
         return identity
 
-    async def _take(self, message: ToNode, body_bytes: int) -> None:
-        if body_bytes and not isinstance(message, Write):
+    async def _take(self, message: w.ToNode, body_bytes: int) -> None:
+        if body_bytes and not isinstance(message, w.Write):
             raise DecodeError("a body where none belongs")
         match message:
-            case Read():
+            case w.Read():
                 await self._read(message)
-            case Write():
+            case w.Write():
                 async with asyncio.timeout(FRAME_SILENCE_S_MAX + ROOM_S_MAX):
                     await self._write(message, body_bytes)
-            case Used():
-                self._answers.used(self._identity(message.salt), parted(message.hashes), self._replica, message.use)
-            case Emptied():
+            case w.Used():
+                self._answers.used(self._identity(message.salt), w.parted(message.hashes), self._replica, message.use)
+            case w.Emptied():
                 if self._replica is not None:
                     self._answers.emptied(self._replica)
-            case Corrupt():
+            case w.Corrupt():
                 await self._answers.corrupt(self._identity(message.salt), message.hash)
-            case Prepare():
-                identity, hashes = self._identity(message.salt), parted(message.hashes)
+            case w.Prepare():
+                identity, hashes = self._identity(message.salt), w.parted(message.hashes)
                 self._ask(message.number, self._prepared(identity, hashes, message))
-            case Evict():
+            case w.Evict():
                 self._ask(message.number, self._answers.evict(message.kv_signature, message.ratio))
-            case Pull():
+            case w.Pull():
                 self._ask(message.number, self._answers.pull(message.kv_signature, message.source, message.deadline_s))
-            case AskStats():
+            case w.AskStats():
                 self._ask(message.number, self._answers.stats())
             case _:
                 assert_never(message)
 
     # ---- blocks
 
-    async def _read(self, message: Read) -> None:
+    async def _read(self, message: w.Read) -> None:
         identity = self._identity(message.salt)
-        hashes = parted(message.hashes)
+        hashes = w.parted(message.hashes)
         size = identity.signature.block_bytes
-        if len(hashes) * size > BODY_BYTES_MAX:
+        if len(hashes) * size > w.BODY_BYTES_MAX:
             raise DecodeError("more blocks than a frame takes")
         async with asyncio.timeout(READ_S_MAX):
             blocks = await self._tiers.acquire(identity, hashes, replica=self._replica)
         try:
-            found = Found(
+            found = w.Found(
                 number=message.number, blocks=len(blocks), checksums=b"".join([block.checksums for block in blocks])
             )
             async with self._sending, asyncio.timeout(FRAME_SILENCE_S_MAX):
-                await self._loop.sock_sendall(self._sock, frame(found, len(blocks) * size))
+                await self._loop.sock_sendall(self._sock, w.frame(found, len(blocks) * size))
                 for block in blocks:
                     for view in block.views:
                         await self._loop.sock_sendall(self._sock, view)
         finally:
             self._tiers.release(blocks)
 
-    async def _write(self, message: Write, body_bytes: int) -> None:
+    async def _write(self, message: w.Write, body_bytes: int) -> None:
         identity = self._identity(message.salt)
-        hashes = parted(message.hashes)
+        hashes = w.parted(message.hashes)
         size = identity.signature.block_bytes
         if body_bytes != len(hashes) * size or len(message.parent) not in (0, HASH_BYTES):
             raise DecodeError("rows that do not fit their hashes")
@@ -299,9 +271,9 @@ class _Connection:
         counts = self._tiers.counts
         counts.written += kept
         counts.refused += len(hashes) - kept
-        await self._send(Kept(number=message.number, blocks=kept))
+        await self._send(w.Kept(number=message.number, blocks=kept))
 
-    async def _take_row(self, identity: KvIdentity, hash: bytes, parent: bytes, message: Write, place: int) -> bool:
+    async def _take_row(self, identity: KvIdentity, hash: bytes, parent: bytes, message: w.Write, place: int) -> bool:
         """Receives one row; False: it is not kept, and still to be received."""
         if self._tiers.leading(identity, [hash]):
             await self._discard(identity.signature.block_bytes)
@@ -325,9 +297,9 @@ class _Connection:
 
     # ---- questions
 
-    async def _prepared(self, identity: KvIdentity, hashes: Sequence[bytes], message: Prepare) -> Prepared:
+    async def _prepared(self, identity: KvIdentity, hashes: Sequence[bytes], message: w.Prepare) -> w.Prepared:
         blocks = await self._answers.prepare(identity, hashes, self._engine, message)
-        return Prepared(number=message.number, blocks=blocks)
+        return w.Prepared(number=message.number, blocks=blocks)
 
     def _ask(self, number: int, answer: Awaitable[Any]) -> None:
         self._questions += 1
@@ -336,13 +308,13 @@ class _Connection:
     async def _answer(self, number: int, answer: Awaitable[Any]) -> None:
         try:
             if self._questions > QUESTIONS_MAX:
-                reply: Any = Refused(number=number, reason="too many questions at once")
+                reply: Any = w.Refused(number=number, reason="too many questions at once")
                 cast("Any", answer).close()
             else:
                 try:
                     reply = _numbered(await answer, number)
                 except CarpoolError as error:
-                    reply = Refused(number=number, reason=str(error)[:500])
+                    reply = w.Refused(number=number, reason=str(error)[:500])
             with suppress(OSError, TimeoutError):
                 await self._send(reply)
         finally:
@@ -352,11 +324,11 @@ class _Connection:
 
     async def _head(self, kind: Any) -> tuple[Any, int]:
         await receive_into(self._sock, self._start)
-        head_bytes, body_bytes = lengths(self._start)
+        head_bytes, body_bytes = w.lengths(self._start)
         head = bytearray(head_bytes)
         async with asyncio.timeout(FRAME_SILENCE_S_MAX):
             await receive_into(self._sock, memoryview(head))
-        return read_head(bytes(head), kind), body_bytes
+        return w.read_head(bytes(head), kind), body_bytes
 
     async def _discard(self, size: int) -> None:
         while size > 0:
@@ -366,7 +338,7 @@ class _Connection:
 
     async def _send(self, message: Any) -> None:
         async with self._sending, asyncio.timeout(FRAME_SILENCE_S_MAX):
-            await self._loop.sock_sendall(self._sock, frame(message))
+            await self._loop.sock_sendall(self._sock, w.frame(message))
 
 
 def _numbered(reply: Any, number: int) -> Any:

@@ -20,22 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcache.core.identity import PAGE_BYTES
-from kvcache.store.format import (
-    ENTRY_BYTES,
-    HEADER_BYTES,
-    SEGMENT_BYTES_MAX,
-    SLOTS_MAX,
-    SUFFIX,
-    FormatError,
-    Header,
-    Scan,
-    decode_entries,
-    decode_header,
-    entry_offset,
-    is_own_name,
-    page_offset,
-    slots_of,
-)
+from kvcache.store import format as fmt
 from subjects.errors import CarpoolError
 
 FILES_OPEN_MAX = 96
@@ -48,7 +33,7 @@ _PUNCH = 0x01 | 0x02
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _PROBE = "probe.tmp"
-_OURS = (SUFFIX, ".tmp", ".budget", ".msgpack")
+_OURS = (fmt.SUFFIX, ".tmp", ".budget", ".msgpack")
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -65,7 +50,7 @@ class Segment:
 
     __slots__ = ("blocks", "header", "name", "next_slot", "pages", "pins", "unsynced")
 
-    def __init__(self, name: str, header: Header, next_slot: int) -> None:
+    def __init__(self, name: str, header: fmt.Header, next_slot: int) -> None:
         self.name = name
         self.header = header
         self.next_slot = next_slot
@@ -79,7 +64,7 @@ class Segment:
     @property
     def room(self) -> int:
         """Slots left."""
-        return SLOTS_MAX - self.next_slot
+        return fmt.SLOTS_MAX - self.next_slot
 
     @property
     def bytes_used(self) -> int:
@@ -92,7 +77,7 @@ class Scanned:
 
     name: str
     segment: Segment | None = None
-    scan: Scan | None = None
+    scan: fmt.Scan | None = None
     kind: str = ""
     """Of a ``FormatError``, or ``unreadable``; empty for a segment."""
     detail: str = ""
@@ -174,7 +159,7 @@ class SegmentFiles:
     def scan(self) -> Iterator[Scanned]:
         """Every ``.kvc`` file by its name, reading headers and entries only."""
         for name in sorted(os.listdir(self._fd)):
-            if name.endswith(SUFFIX):
+            if name.endswith(fmt.SUFFIX):
                 yield self._scan_one(name)
 
     def _scan_one(self, name: str) -> Scanned:
@@ -190,30 +175,30 @@ class SegmentFiles:
             # The kernel would read ahead what is not asked for.
             with contextlib.suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-            slots = slots_of(status.st_size)
-            data = os.pread(fd, HEADER_BYTES + slots * ENTRY_BYTES, 0)
+            slots = fmt.slots_of(status.st_size)
+            data = os.pread(fd, fmt.HEADER_BYTES + slots * fmt.ENTRY_BYTES, 0)
             self.read_bytes += len(data)
-            header = decode_header(data[:HEADER_BYTES])
+            header = fmt.decode_header(data[: fmt.HEADER_BYTES])
             if header.file_name != name:
-                raise FormatError("foreign", "under another name than its own")
-            scan = decode_entries(header, data[HEADER_BYTES:], status.st_size)
+                raise fmt.FormatError("foreign", "under another name than its own")
+            scan = fmt.decode_entries(header, data[fmt.HEADER_BYTES :], status.st_size)
             ends = [block.first_slot + block.pages for block in scan.blocks]
             segment = Segment(name, header, max([slots, *ends]))
             # A torn entry may have a page behind it that the file does not reach; such slots are not used again.
             if scan.torn or scan.truncated:
-                segment.next_slot = SLOTS_MAX
+                segment.next_slot = fmt.SLOTS_MAX
             segment.blocks = len(scan.blocks)
             segment.pages = sum(block.pages for block in scan.blocks) if self.punches else slots
             self._reclaim(segment, scan, slots, status.st_blocks * 512)
             return Scanned(name, segment, scan)
-        except FormatError as error:
+        except fmt.FormatError as error:
             return Scanned(name, kind=_kind(error.kind, name), detail=str(error))
         except OSError as error:
             return Scanned(name, kind="unreadable", detail=_why(error))
         finally:
             os.close(fd)
 
-    def _reclaim(self, segment: Segment, scan: Scan, slots: int, allocated_bytes: int) -> None:
+    def _reclaim(self, segment: Segment, scan: fmt.Scan, slots: int, allocated_bytes: int) -> None:
         """Gives back the room of slots that hold no block: of writes and drops that a kill cut off."""
         if allocated_bytes <= segment.bytes_used or self.read_only:
             return
@@ -228,13 +213,13 @@ class SegmentFiles:
         with contextlib.suppress(OSError):
             self.erase(segment, gaps)
 
-    def entries(self, segment: Segment) -> Scan:
+    def entries(self, segment: Segment) -> fmt.Scan:
         """What the entries of a segment say now."""
         with self._opened(segment) as opened:
-            data = os.pread(opened.cached, ENTRY_BYTES * segment.next_slot, HEADER_BYTES)
-        return decode_entries(segment.header, data, SEGMENT_BYTES_MAX)
+            data = os.pread(opened.cached, fmt.ENTRY_BYTES * segment.next_slot, fmt.HEADER_BYTES)
+        return fmt.decode_entries(segment.header, data, fmt.SEGMENT_BYTES_MAX)
 
-    def create(self, header: Header) -> Segment:
+    def create(self, header: fmt.Header) -> Segment:
         """A new file with its header in it."""
         data = header.encoded
         fd = os.open(header.file_name, _CREATE, 0o600, dir_fd=self._fd)
@@ -262,7 +247,7 @@ class SegmentFiles:
         for pages in blocks:
             buffers += self._padded(pages)
         with self._opened(segment) as opened:
-            _write_all(opened.to_write(), buffers, page_offset(first_slot), opened.direct)
+            _write_all(opened.to_write(), buffers, fmt.page_offset(first_slot), opened.direct)
 
     def _padded(self, pages: Sequence[memoryview]) -> list[memoryview]:
         rest = -sum(len(page) for page in pages) % PAGE_BYTES
@@ -289,21 +274,21 @@ class SegmentFiles:
                 assert wanted < PAGE_BYTES
                 buffers.append(self._junk[:wanted])
         with self._opened(segment) as opened:
-            return _read_all(opened.cached, buffers, page_offset(first_slot), opened.direct)
+            return _read_all(opened.cached, buffers, fmt.page_offset(first_slot), opened.direct)
 
     def write_entries(self, segment: Segment, first_slot: int, data: bytes) -> None:
         with self._opened(segment) as opened:
-            _write_all(opened.to_write(), [memoryview(data)], entry_offset(first_slot))
+            _write_all(opened.to_write(), [memoryview(data)], fmt.entry_offset(first_slot))
             segment.unsynced = True
 
     def erase(self, segment: Segment, runs: Sequence[tuple[int, int]]) -> None:
         """Slots (first and number of each run) hold nothing from now on: their entries first, so that none lies."""
         with self._opened(segment) as opened:
             for first_slot, slots in runs:
-                _write_all(opened.to_write(), [memoryview(bytes(ENTRY_BYTES * slots))], entry_offset(first_slot))
+                _write_all(opened.to_write(), [memoryview(bytes(fmt.ENTRY_BYTES * slots))], fmt.entry_offset(first_slot))
             if self.punches:
                 for first_slot, slots in runs:
-                    _punch(opened.cached, page_offset(first_slot), slots * PAGE_BYTES)
+                    _punch(opened.cached, fmt.page_offset(first_slot), slots * PAGE_BYTES)
 
     def sync(self, segment: Segment) -> None:
         with self._opened(segment) as opened:
@@ -434,7 +419,7 @@ def _make_private(fd: int, directory: Path) -> None:
 
 def _kind(kind: str, name: str) -> str:
     """Under a name of ours it was ours, whatever its first bytes say now; under another one it never was."""
-    if not is_own_name(name):
+    if not fmt.is_own_name(name):
         return "foreign"
     return "damaged" if kind == "foreign" else kind
 

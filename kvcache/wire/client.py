@@ -17,37 +17,7 @@ from typing import Any, TypeVar, cast
 
 from kvcache.core.identity import PAGE_BYTES
 from kvcache.errors import KvRefused, KvUnavailable
-from kvcache.wire.messages import (
-    BLOCKS_MAX,
-    BODY_BYTES_MAX,
-    CHECKSUM_BYTES,
-    LENGTHS_BYTES,
-    AskStats,
-    Attach,
-    Attached,
-    Corrupt,
-    Emptied,
-    Evict,
-    Found,
-    FromNode,
-    Kept,
-    KvEvicted,
-    KvPulled,
-    KvStats,
-    KvUse,
-    Prepare,
-    Prepared,
-    Pull,
-    Read,
-    Refused,
-    Used,
-    Write,
-    checksums,
-    frame,
-    joined,
-    lengths,
-    read_head,
-)
+from kvcache.wire import messages as w
 from subjects.errors import DecodeError
 from subjects.ids import WorkerId
 
@@ -80,9 +50,9 @@ def peer_uid(sock: socket.socket) -> int:
 class KvClient:
     """Blocks to and from the node, for one thread; ``attach`` says whose, with the signature that sizes them."""
 
-    def __init__(self, socket_path: str, attach: Attach, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        if attach.signature is None or not 0 < attach.signature.block_bytes <= BODY_BYTES_MAX:
-            raise ValueError(f"blocks of 1 to {BODY_BYTES_MAX} bytes are carried")
+    def __init__(self, socket_path: str, attach: w.Attach, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        if attach.signature is None or not 0 < attach.signature.block_bytes <= w.BODY_BYTES_MAX:
+            raise ValueError(f"blocks of 1 to {w.BODY_BYTES_MAX} bytes are carried")
         self._path = socket_path
         self._attach = attach
         self._block_bytes = attach.signature.block_bytes
@@ -96,7 +66,7 @@ class KvClient:
     @property
     def blocks_per_frame(self) -> int:
         """Blocks that go over the socket at once."""
-        return min(BLOCKS_MAX, max(1, BODY_BYTES_MAX // self._block_bytes))
+        return min(w.BLOCKS_MAX, max(1, w.BODY_BYTES_MAX // self._block_bytes))
 
     def read(self, salt: bytes, hashes: Sequence[bytes], into: memoryview) -> int:
         """Reads the leading blocks that are there into consecutive rows of ``into``, verified and decoded; returns how many.
@@ -116,7 +86,7 @@ class KvClient:
         return done
 
     def write(
-        self, salt: bytes, parent: bytes, hashes: Sequence[bytes], data: memoryview, use: KvUse, *, first: int = 0
+        self, salt: bytes, parent: bytes, hashes: Sequence[bytes], data: memoryview, use: w.KvUse, *, first: int = 0
     ) -> int:
         """Gives consecutive blocks of one chain to the node; returns how many leading ones it keeps.
 
@@ -132,29 +102,29 @@ class KvClient:
         while done < len(hashes):
             some = hashes[done : done + self.blocks_per_frame]
             size = len(some) * self._block_bytes
-            message = Write(
+            message = w.Write(
                 number=self._next(),
                 salt=salt,
                 parent=hashes[done - 1] if done else parent,
-                hashes=joined(some),
+                hashes=w.joined(some),
                 first=first + done if first or not parent else 0,
                 use=use,
             )
             start = done * self._block_bytes
-            kept = self._call(message, Kept, body=rows[start : start + size], size=size).blocks
+            kept = self._call(message, w.Kept, body=rows[start : start + size], size=size).blocks
             done += min(kept, len(some))
             if kept < len(some):
                 break
         return done
 
-    def used(self, salt: bytes, hashes: Sequence[bytes], use: KvUse) -> None:
+    def used(self, salt: bytes, hashes: Sequence[bytes], use: w.KvUse) -> None:
         """Tells of an access to these blocks, wherever they were found.
 
         Raises:
             KvUnavailable
         """
-        for start in range(0, len(hashes), BLOCKS_MAX):
-            self._tell(Used(salt=salt, hashes=joined(hashes[start : start + BLOCKS_MAX]), use=use))
+        for start in range(0, len(hashes), w.BLOCKS_MAX):
+            self._tell(w.Used(salt=salt, hashes=w.joined(hashes[start : start + w.BLOCKS_MAX]), use=use))
 
     def emptied(self) -> None:
         """Tells that the engine's own cache was reset.
@@ -162,7 +132,7 @@ class KvClient:
         Raises:
             KvUnavailable
         """
-        self._tell(Emptied())
+        self._tell(w.Emptied())
 
     def close(self) -> None:
         """Closes the connection; a later call opens it again."""
@@ -175,14 +145,14 @@ class KvClient:
     def _read_some(self, salt: bytes, hashes: Sequence[bytes], rows: memoryview) -> int:
         row_bytes = self._block_bytes
         found = self._call(
-            Read(number=self._next(), salt=salt, hashes=joined(hashes)), Found, size=len(hashes) * row_bytes, into=rows
+            w.Read(number=self._next(), salt=salt, hashes=w.joined(hashes)), w.Found, size=len(hashes) * row_bytes, into=rows
         )
-        sums_bytes = -(-row_bytes // PAGE_BYTES) * CHECKSUM_BYTES
+        sums_bytes = -(-row_bytes // PAGE_BYTES) * w.CHECKSUM_BYTES
         for row in range(found.blocks):
             view = rows[row * row_bytes : (row + 1) * row_bytes]
-            if checksums(view) != found.checksums[row * sums_bytes : (row + 1) * sums_bytes]:
+            if w.checksums(view) != found.checksums[row * sums_bytes : (row + 1) * sums_bytes]:
                 self.corrupt += 1
-                self._tell(Corrupt(salt=salt, hash=hashes[row]))
+                self._tell(w.Corrupt(salt=salt, hash=hashes[row]))
                 return row
         return found.blocks
 
@@ -190,16 +160,16 @@ class KvClient:
         self._number += 1
         return self._number
 
-    def _tell(self, message: Used | Emptied | Corrupt) -> None:
+    def _tell(self, message: w.Used | w.Emptied | w.Corrupt) -> None:
         sock = self._connected()
         try:
-            _send(sock, frame(message), time.monotonic() + self._timeout_s)
+            _send(sock, w.frame(message), time.monotonic() + self._timeout_s)
         except OSError as error:
             raise self._broken(error) from None
 
     def _call(
         self,
-        message: Read | Write,
+        message: w.Read | w.Write,
         kind: type[T],
         *,
         size: int,
@@ -210,15 +180,15 @@ class KvClient:
         silence_s = self._timeout_s
         end_s = time.monotonic() + silence_s + size / BYTES_PER_S_MIN
         try:
-            _send(sock, frame(message, len(body) if body is not None else 0), end_s)
+            _send(sock, w.frame(message, len(body) if body is not None else 0), end_s)
             if body is not None:
                 _send(sock, body, end_s, silence_s=silence_s)
             answer, body_bytes = _receive_head(sock, end_s)
-            if isinstance(answer, Refused):
+            if isinstance(answer, w.Refused):
                 raise DecodeError(f"the node refused: {answer.reason}")
             if not isinstance(answer, kind) or getattr(answer, "number", 0) != message.number:
                 raise DecodeError("an answer to something else")
-            wanted = answer.blocks * self._block_bytes if isinstance(answer, Found) else 0
+            wanted = answer.blocks * self._block_bytes if isinstance(answer, w.Found) else 0
             if body_bytes != wanted or wanted > size:
                 raise DecodeError(f"{body_bytes} bytes came, {wanted} were announced")
             if into is not None and wanted:
@@ -243,9 +213,9 @@ class KvClient:
             sock.connect(self._path)
             if peer_uid(sock) not in (os.getuid(), 0):
                 raise ConnectionError("the socket belongs to somebody else")
-            _send(sock, frame(self._attach), end_s)
+            _send(sock, w.frame(self._attach), end_s)
             answer, _ = _receive_head(sock, end_s)
-            if not isinstance(answer, Attached):
+            if not isinstance(answer, w.Attached):
                 raise DecodeError("the node did not accept this engine")
         except (OSError, EOFError, DecodeError) as error:
             sock.close()
@@ -263,9 +233,9 @@ class KvClient:
 class KvNode:
     """Questions to the node, for one event loop. An agent gives only ``socket_path``; a replica says which model it has."""
 
-    def __init__(self, socket_path: str, attach: Attach | None = None) -> None:
+    def __init__(self, socket_path: str, attach: w.Attach | None = None) -> None:
         self._path = socket_path
-        self._attach = attach or Attach()
+        self._attach = attach or w.Attach()
         self._retry_at_s = 0.0
         self._number = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -280,7 +250,7 @@ class KvNode:
         *,
         deadline_s: float,
         prefill_tokens_per_s: float,
-        use: KvUse,
+        use: w.KvUse,
     ) -> int:
         """Makes the longest prefix of these blocks local and returns how many leading ones can be read.
 
@@ -289,40 +259,40 @@ class KvNode:
         Raises:
             KvUnavailable: no answer within the deadline (and 50 ms).
         """
-        message = Prepare(
+        message = w.Prepare(
             number=self._next(),
             salt=salt,
-            hashes=joined(hashes[:BLOCKS_MAX]),
+            hashes=w.joined(hashes[: w.BLOCKS_MAX]),
             deadline_s=deadline_s,
             prefill_tokens_per_s=prefill_tokens_per_s,
             use=use,
         )
-        return min(len(hashes), (await self._ask(message, Prepared, deadline_s + ANSWER_GRACE_S)).blocks)
+        return min(len(hashes), (await self._ask(message, w.Prepared, deadline_s + ANSWER_GRACE_S)).blocks)
 
-    async def evict(self, kv_signature: str, ratio: float, *, timeout_s: float = 30.0) -> KvEvicted:
+    async def evict(self, kv_signature: str, ratio: float, *, timeout_s: float = 30.0) -> w.KvEvicted:
         """Drops this share of a model's blocks from host memory and disk, the coldest first; 1.0 drops all.
 
         Raises:
             KvUnavailable
         """
-        return await self._ask(Evict(number=self._next(), kv_signature=kv_signature, ratio=ratio), KvEvicted, timeout_s)
+        return await self._ask(w.Evict(number=self._next(), kv_signature=kv_signature, ratio=ratio), w.KvEvicted, timeout_s)
 
-    async def pull(self, kv_signature: str, source: WorkerId, *, deadline_s: float) -> KvPulled:
+    async def pull(self, kv_signature: str, source: WorkerId, *, deadline_s: float) -> w.KvPulled:
         """Fetches all chains of a model that the node of ``source`` holds and this one lacks.
 
         Raises:
             KvUnavailable
         """
-        message = Pull(number=self._next(), kv_signature=kv_signature, source=source, deadline_s=deadline_s)
-        return await self._ask(message, KvPulled, deadline_s + 1.0)
+        message = w.Pull(number=self._next(), kv_signature=kv_signature, source=source, deadline_s=deadline_s)
+        return await self._ask(message, w.KvPulled, deadline_s + 1.0)
 
-    async def stats(self, *, timeout_s: float = STATS_TIMEOUT_S) -> KvStats:
+    async def stats(self, *, timeout_s: float = STATS_TIMEOUT_S) -> w.KvStats:
         """Counts and fill of the tiers.
 
         Raises:
             KvUnavailable
         """
-        return await self._ask(AskStats(number=self._next()), KvStats, timeout_s)
+        return await self._ask(w.AskStats(number=self._next()), w.KvStats, timeout_s)
 
     async def close(self) -> None:
         """Closes the connection; a later call opens it again."""
@@ -338,14 +308,14 @@ class KvNode:
         self._number += 1
         return self._number
 
-    async def _ask(self, message: Prepare | Evict | Pull | AskStats, kind: type[T], timeout_s: float) -> T:
+    async def _ask(self, message: w.Prepare | w.Evict | w.Pull | w.AskStats, kind: type[T], timeout_s: float) -> T:
         try:
             async with asyncio.timeout(timeout_s):
                 writer = await self._connected()
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 self._waiting[message.number] = answer
                 try:
-                    writer.write(frame(message))
+                    writer.write(w.frame(message))
                     reply = await answer
                 finally:
                     self._waiting.pop(message.number, None)
@@ -353,7 +323,7 @@ class KvNode:
             # A node that is frozen would make everybody wait: the next ones are told at once, until it attaches again.
             self._drop("no answer")
             raise KvUnavailable(f"the KV node did not answer within {timeout_s:.2f} s") from None
-        if isinstance(reply, Refused):
+        if isinstance(reply, w.Refused):
             raise KvRefused(reply.reason)
         if not isinstance(reply, kind):
             raise KvUnavailable("the KV node answered something else")
@@ -373,8 +343,8 @@ class KvNode:
                     reader, writer = await asyncio.open_unix_connection(self._path)
                     if peer_uid(writer.get_extra_info("socket")) not in (os.getuid(), 0):
                         raise ConnectionError("the socket belongs to somebody else")
-                    writer.write(frame(self._attach))
-                    if not isinstance(await _next_head(reader), Attached):
+                    writer.write(w.frame(self._attach))
+                    if not isinstance(await _next_head(reader), w.Attached):
                         raise DecodeError("the node did not accept this end")
             except BaseException as error:
                 # Also whoever's deadline ends before: the loop would hold the connection to a frozen node for ever.
@@ -441,17 +411,17 @@ def _receive(sock: socket.socket, into: memoryview, end_s: float, *, silence_s: 
             raise TimeoutError("too slow")
 
 
-def _receive_head(sock: socket.socket, end_s: float) -> tuple[FromNode, int]:
-    start = bytearray(LENGTHS_BYTES)
+def _receive_head(sock: socket.socket, end_s: float) -> tuple[w.FromNode, int]:
+    start = bytearray(w.LENGTHS_BYTES)
     _receive(sock, memoryview(start), end_s)
-    head_bytes, body_bytes = lengths(start)
+    head_bytes, body_bytes = w.lengths(start)
     head = bytearray(head_bytes)
     _receive(sock, memoryview(head), end_s)
-    return cast("FromNode", read_head(bytes(head), FromNode)), body_bytes
+    return cast("w.FromNode", w.read_head(bytes(head), w.FromNode)), body_bytes
 
 
-async def _next_head(reader: asyncio.StreamReader) -> FromNode:
-    head_bytes, body_bytes = lengths(await reader.readexactly(LENGTHS_BYTES))
+async def _next_head(reader: asyncio.StreamReader) -> w.FromNode:
+    head_bytes, body_bytes = w.lengths(await reader.readexactly(w.LENGTHS_BYTES))
     if body_bytes:
         raise DecodeError("a body where none belongs")
-    return cast("FromNode", read_head(await reader.readexactly(head_bytes), FromNode))
+    return cast("w.FromNode", w.read_head(await reader.readexactly(head_bytes), w.FromNode))

@@ -22,23 +22,10 @@ from kvcache.core.identity import spans_of
 from kvcache.core.prefix_index import PrefixIndex
 from ops.bench.kv import KvBench
 from profiles.blocks import chain_hashes, tenant_salt
+from subjects import messages as m
 from subjects.codec import decode, encode
 from subjects.errors import CarpoolError
 from subjects.ids import DeploymentKey, DeviceId, ModelHash, ReplicaId, RequestId, Tenant, WorkerId
-from subjects.messages import (
-    Endpoint,
-    EngineType,
-    KvIndexed,
-    KvModelSpans,
-    KvSpan,
-    KvTier,
-    ModelRecord,
-    PoolDigest,
-    PoolReplica,
-    ReplicaState,
-    RequestProfile,
-    Room,
-)
 
 REPLICAS = 64
 WORKERS = 16
@@ -52,12 +39,12 @@ CALLS = 50
 SPANS = 100_000
 SPANS_PER_BATCH = 500
 _MODEL = ModelHash("5" * 64)
-_RECORD = ModelRecord(
+_RECORD = m.ModelRecord(
     name="bench",
     model_hash=_MODEL,
     deployment=DeploymentKey(_MODEL),
     weights_hash="5" * 64,
-    engine_type=EngineType.SIMULATED,
+    engine_type=m.EngineType.SIMULATED,
     source="simulated",
     weights_bytes=1 << 34,
     kv_bytes_per_token=131_072,
@@ -127,10 +114,10 @@ def _time_us(hands: Links, chain: list[bytes], costs: ReuseCosts | None) -> floa
 
 
 def _live(chain: list[bytes], prefix: PromptPrefix | None) -> LiveRequest:
-    profile = RequestProfile(
+    profile = m.RequestProfile(
         model_hash=_MODEL,
         deployment=_RECORD.deployment,
-        endpoint=Endpoint.CHAT,
+        endpoint=m.Endpoint.CHAT,
         tenant=Tenant("bench"),
         max_tokens=256,
         input_tokens=len(chain) * BLOCK,
@@ -163,7 +150,7 @@ def _hands(index: PrefixIndex | None) -> Links:
     hands = Links(index)
     for number in range(REPLICAS):
         hands.serves(_replica(number), _RECORD.deployment)
-        room = Room(hands=0, slots=8 + number % 5, pages=1 << 16, tokens=1 << 20)
+        room = m.Room(hands=0, slots=8 + number % 5, pages=1 << 16, tokens=1 << 20)
         hands.links[_replica(number)].room_is(0.0, room)
     return hands
 
@@ -172,52 +159,52 @@ def _index(chains: list[list[bytes]]) -> PrefixIndex:
     index = PrefixIndex()
     index.engine_is(_MODEL, 1 << 16)
     replicas = tuple(
-        PoolReplica(
+        m.PoolReplica(
             replica=_replica(number),
             model_hash=_MODEL,
             deployment=_RECORD.deployment,
             worker=_worker(number % WORKERS),
             device=DeviceId("gpu0"),
-            state=ReplicaState.READY,
+            state=m.ReplicaState.READY,
         )
         for number in range(REPLICAS)
     )
-    index.pool_is(PoolDigest(epoch=1, sequence=1, replicas=replicas))
+    index.pool_is(m.PoolDigest(epoch=1, sequence=1, replicas=replicas))
     others = [_chain(1000 + number, 4096) for number in range(OTHER_PROMPTS)]
     for worker in range(WORKERS):
-        held: list[KvSpan] = []
+        held: list[m.KvSpan] = []
         mine = [number for number in range(REPLICAS) if number % WORKERS == worker]
         for chain in chains:
             spans = spans_of(chain, BLOCK)
             if worker < HOLDING_WORKERS:
-                held += _spans(spans[: -(-len(spans) * (worker + 1) // HOLDING_WORKERS)], KvTier.HOST, None)
+                held += _spans(spans[: -(-len(spans) * (worker + 1) // HOLDING_WORKERS)], m.KvTier.HOST, None)
             for number in mine:
                 if number < HOLDING_REPLICAS:
                     part = spans[: -(-len(spans) * (number + 1) // HOLDING_REPLICAS)]
-                    held += _spans(part, KvTier.HOST, _replica(number))
+                    held += _spans(part, m.KvTier.HOST, _replica(number))
         for at, chain in enumerate(others):
             if at % WORKERS == worker:
-                held += _spans(spans_of(chain, BLOCK), KvTier.DISK, _replica(mine[at % len(mine)]))
+                held += _spans(spans_of(chain, BLOCK), m.KvTier.DISK, _replica(mine[at % len(mine)]))
         # One span may be named several times, by the engines that hold it: each in a batch of its own.
         for sequence, one in enumerate(held, 1):
             index.indexed(0.0, _batch(worker, sequence, [one]))
     return index
 
 
-def _spans(spans: list[bytes], tier: KvTier, replica: ReplicaId | None) -> list[KvSpan]:
-    return [KvSpan(span=span, depth=8 * at, tier=tier, replica=replica) for at, span in enumerate(spans, 1)]
+def _spans(spans: list[bytes], tier: m.KvTier, replica: ReplicaId | None) -> list[m.KvSpan]:
+    return [m.KvSpan(span=span, depth=8 * at, tier=tier, replica=replica) for at, span in enumerate(spans, 1)]
 
 
-def _batch(worker: int, sequence: int, spans: list[KvSpan]) -> KvIndexed:
-    models = (KvModelSpans(model_hash=_MODEL, block_size=BLOCK, held=tuple(spans)),)
-    return KvIndexed(worker=_worker(worker), node="node-1", sequence=sequence, models=models)
+def _batch(worker: int, sequence: int, spans: list[m.KvSpan]) -> m.KvIndexed:
+    models = (m.KvModelSpans(model_hash=_MODEL, block_size=BLOCK, held=tuple(spans)),)
+    return m.KvIndexed(worker=_worker(worker), node="node-1", sequence=sequence, models=models)
 
 
 def _payloads() -> list[bytes]:
     """Batches of spans as they come over the bus: prompts of 16K tokens, each in one engine and its worker's memory."""
     hashes = chain_hashes(range(SPANS), 1, tenant_salt("bench"))
     spans = [
-        KvSpan(span=span, depth=8 * (at % 64 + 1), tier=KvTier.HOST, replica=_replica(at // 64 % 4))
+        m.KvSpan(span=span, depth=8 * (at % 64 + 1), tier=m.KvTier.HOST, replica=_replica(at // 64 % 4))
         for at, span in enumerate(hashes)
     ]
     batches = [spans[at : at + SPANS_PER_BATCH] for at in range(0, SPANS, SPANS_PER_BATCH)]
@@ -228,7 +215,7 @@ def _take(payloads: list[bytes]) -> PrefixIndex:
     index = PrefixIndex()
     index.engine_is(_MODEL, SPANS)
     for payload in payloads:
-        index.indexed(0.0, decode(payload, KvIndexed))
+        index.indexed(0.0, decode(payload, m.KvIndexed))
     return index
 
 

@@ -33,17 +33,9 @@ from ops.prove.workplace import (
 )
 from ops.supervisor import Pool
 from subjects import codec, names
+from subjects import messages as m
 from subjects.bus import BusMessage
 from subjects.errors import CarpoolError
-from subjects.messages import (
-    JournalRecord,
-    Lease,
-    LoadModel,
-    TransactionBegan,
-    TransactionEnded,
-    UnloadReplica,
-    WorkerCommand,
-)
 from subjects.nats.bus import NatsBus
 
 LEAD_S_MAX = 2.0
@@ -97,13 +89,13 @@ class _Wiretap:
     """What the bus carries: commands once per operation, and who leads."""
 
     bus: NatsBus
-    commands: dict[str, tuple[float, WorkerCommand]] = field(default_factory=dict)
+    commands: dict[str, tuple[float, m.WorkerCommand]] = field(default_factory=dict)
     holders: list[tuple[float, str, int]] = field(default_factory=list)
     """When a scheduler's lease was first seen, its name and its epoch."""
-    on_command: Callable[[WorkerCommand], None] | None = None
+    on_command: Callable[[m.WorkerCommand], None] | None = None
 
     def _heard(self, message: BusMessage) -> None:
-        command: WorkerCommand = codec.decode(message.payload, WorkerCommand)  # type: ignore[arg-type]
+        command: m.WorkerCommand = codec.decode(message.payload, m.WorkerCommand)  # type: ignore[arg-type]
         if command.operation not in self.commands:
             self.commands[command.operation] = (time.monotonic(), command)
             if self.on_command is not None:
@@ -112,7 +104,7 @@ class _Wiretap:
     def _lease(self, key: str, entry: Any) -> None:
         if key != LEADER_KEY or entry is None:
             return
-        lease = codec.decode(entry.value, Lease)
+        lease = codec.decode(entry.value, m.Lease)
         if not self.holders or self.holders[-1][1] != lease.holder:
             self.holders.append((time.monotonic(), lease.holder, lease.epoch))
 
@@ -121,10 +113,10 @@ class _Wiretap:
         """Who leads, as far as the bucket says."""
         return self.holders[-1][1] if self.holders else ""
 
-    async def journal(self) -> list[JournalRecord]:
+    async def journal(self) -> list[m.JournalRecord]:
         """All records of the journal."""
         messages = await self.bus.stream_read(names.JOURNAL_STREAM, messages_max=10_000)
-        return [codec.decode(message.payload, JournalRecord) for message in messages]
+        return [codec.decode(message.payload, m.JournalRecord) for message in messages]
 
 
 @contextlib.asynccontextmanager
@@ -164,8 +156,8 @@ async def prove_successor(directory: Path, rng: random.Random, say: Say) -> Figu
         killed: asyncio.Future[tuple[str, float, str]] = asyncio.get_running_loop().create_future()
         leader, leader_pid = tap.leader, pool.pid(_part_of(tap.leader))
 
-        def strike(command: WorkerCommand) -> None:
-            if isinstance(command, UnloadReplica) and command.replica.startswith("old-") and not killed.done():
+        def strike(command: m.WorkerCommand) -> None:
+            if isinstance(command, m.UnloadReplica) and command.replica.startswith("old-") and not killed.done():
                 _kill(leader_pid)
                 killed.set_result((command.operation, time.monotonic(), leader))
 
@@ -177,13 +169,13 @@ async def prove_successor(directory: Path, rng: random.Random, say: Say) -> Figu
         steady = await long
 
         async def ended() -> bool:
-            return any(isinstance(entry, TransactionEnded) for entry in _of(await tap.journal(), swap))
+            return any(isinstance(entry, m.TransactionEnded) for entry in _of(await tap.journal(), swap))
 
         swap = _swap_of(await tap.journal(), operation)
         finished = await until(ended, FINISH_S_MAX)
         entries = [(record.writer, entry) for record in await tap.journal() for entry in record.entries]
-        begun_by = [w for w, e in entries if isinstance(e, TransactionBegan) and e.transaction == swap]
-        ends = [(w, e) for w, e in entries if isinstance(e, TransactionEnded) and e.transaction == swap]
+        begun_by = [w for w, e in entries if isinstance(e, m.TransactionBegan) and e.transaction == swap]
+        ends = [(w, e) for w, e in entries if isinstance(e, m.TransactionEnded) and e.transaction == swap]
         told = await control(pool.nats_url, "explain", {"what": swap})
         why = await control(pool.nats_url, "explain", {"what": "new"})
         loads = [command for _, command in tap.commands.values() if getattr(command, "replica_name", "").startswith("new-")]
@@ -227,11 +219,11 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _of(records: list[JournalRecord], transaction: str) -> list[object]:
+def _of(records: list[m.JournalRecord], transaction: str) -> list[object]:
     return [entry for record in records for entry in record.entries if entry.transaction == transaction]
 
 
-def _swap_of(records: list[JournalRecord], operation: str) -> str:
+def _swap_of(records: list[m.JournalRecord], operation: str) -> str:
     """The transaction that an operation belongs to."""
     found = [
         entry.transaction for record in records for entry in record.entries if getattr(entry, "operation", "") == operation
@@ -310,8 +302,8 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
     ):
         watching = asyncio.create_task(watch.run(pool))
 
-        def strike(command: WorkerCommand) -> None:
-            if isinstance(command, LoadModel) and command.record.name == "b" and not killed:
+        def strike(command: m.WorkerCommand) -> None:
+            if isinstance(command, m.LoadModel) and command.record.name == "b" and not killed:
                 killed.append((time.monotonic(), tap.leader, command.operation))
                 _kill(pool.pid(_part_of(tap.leader)))
 
@@ -341,7 +333,7 @@ async def _moves(directory: Path, rng: random.Random, say: Say, make: Callable[[
         (record.writer, entry.failure)
         for record in journal
         for entry in record.entries
-        if isinstance(entry, TransactionEnded) and entry.transaction == swap
+        if isinstance(entry, m.TransactionEnded) and entry.transaction == swap
     ]
     replays = [await asyncio.to_thread(replay, path, make_policy) for path in _recordings(directory)]
     orders = sum(found.orders for found in replays)

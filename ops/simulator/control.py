@@ -14,59 +14,16 @@ from dataclasses import replace
 from typing import assert_never
 
 from broker.core.plan.policy import Policy
-from broker.core.pool.events import (
-    AppendJournal,
-    BusRoundTripMade,
-    CommandAnswered,
-    IngressReported,
-    KeepCosts,
-    LeadershipGained,
-    OperationSeen,
-    PublishDigest,
-    RaiseAlert,
-    RegistryLoaded,
-    Resign,
-    SchedulerCommand,
-    SchedulerEvent,
-    SchedulerSettings,
-    SendCommand,
-    Ticked,
-    WorkerReported,
-)
+from broker.core.pool import events as ev
 from broker.core.scheduler import SchedulerCore
 from ops.simulator.link import NodeLink
 from ops.simulator.metrics import Meter
 from ops.simulator.replicas import SimReplica
 from ops.simulator.types import BLOCK_TOKENS
 from ops.simulator.world import World
+from subjects import messages as m
 from subjects.ids import DeviceId, IngressId, OperationId, ReplicaId, WorkerId, base_name
-from subjects.messages import (
-    DeviceKind,
-    EngineType,
-    IngressTelemetry,
-    LoadModel,
-    PoolDigest,
-    ReplicaState,
-    WorkerCommand,
-)
-from workers.control_messages import (
-    Changed,
-    Concurrency,
-    Drain,
-    Drained,
-    EmptyPrefixes,
-    Load,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Resize,
-    Sleep,
-    Start,
-    Stop,
-    ToReplica,
-    Wake,
-)
+from workers import control_messages as c
 from workers.core import agent_events as agents
 from workers.core.agent import AgentCore
 from workers.engines.base import EngineInfo
@@ -76,7 +33,7 @@ TAIL_TICK_S = 1.0
 UNLOAD_S = 0.1
 """From the order to end a drained replica to its memory's being free."""
 NEVER_S = 1e9
-QUIET = SchedulerSettings(
+QUIET = ev.SchedulerSettings(
     suspect_s=NEVER_S,
     dead_s=NEVER_S,
     ingress_silent_s=NEVER_S,
@@ -149,7 +106,7 @@ class Control:
             devices = tuple(
                 agents.Device(
                     device=DeviceId(f"gpu{n}"),
-                    kind=DeviceKind.GPU,
+                    kind=m.DeviceKind.GPU,
                     name=pool.device_type,
                     memory_bytes=pool.device_bytes,
                     device_type=pool.device_type,
@@ -162,8 +119,8 @@ class Control:
                     worker=worker,
                     host=str(worker),
                     devices=devices,
-                    engines=(EngineType.SIMULATED,),
-                    resizing=(EngineType.SIMULATED,),
+                    engines=(m.EngineType.SIMULATED,),
+                    resizing=(m.EngineType.SIMULATED,),
                 )
             )
             node = self._nodes[worker] = _Node(worker, agent, first, NodeLink(world), pool.host_bytes)
@@ -183,9 +140,9 @@ class Control:
 
     def _lead(self) -> None:
         self._began_s = self._world.now_s
-        self._scheduler(BusRoundTripMade())
-        self._scheduler(RegistryLoaded(tuple(self._world.records)))
-        self._scheduler(LeadershipGained(1))
+        self._scheduler(ev.BusRoundTripMade())
+        self._scheduler(ev.RegistryLoaded(tuple(self._world.records)))
+        self._scheduler(ev.LeadershipGained(1))
         self._tick()
 
     def _tick(self) -> None:
@@ -198,8 +155,8 @@ class Control:
             if node.agent.next_wake_s <= now_s:
                 self._agent(node, agents.Ticked())
         self._tell_demand()
-        self._scheduler(BusRoundTripMade())
-        self._scheduler(Ticked(unix_s=now_s))
+        self._scheduler(ev.BusRoundTripMade())
+        self._scheduler(ev.Ticked(unix_s=now_s))
         self._meter.sample(world)
         if now_s < self._meter.window.end_s:
             world.at(self._began_s + self._ticks * world.options.tick_s, self._tick)
@@ -215,32 +172,32 @@ class Control:
         """A gateway's telemetry: on every tick, and at once when a model without replicas starts to wait."""
         self._telemetries += 1
         demand = self._world.ledger.take(self._world.now_s)
-        telemetry = IngressTelemetry(ingress=IngressId("gateway"), sequence=self._telemetries, demand=demand)
-        self._scheduler(IngressReported(telemetry))
+        telemetry = m.IngressTelemetry(ingress=IngressId("gateway"), sequence=self._telemetries, demand=demand)
+        self._scheduler(ev.IngressReported(telemetry))
 
-    def _scheduler(self, event: SchedulerEvent) -> None:
+    def _scheduler(self, event: ev.SchedulerEvent) -> None:
         self._obey(self.core.step(self._world.now_s, event))
 
-    def _obey(self, commands: Sequence[SchedulerCommand]) -> None:
+    def _obey(self, commands: Sequence[ev.SchedulerCommand]) -> None:
         for command in commands:
             match command:
-                case SendCommand():
+                case ev.SendCommand():
                     self._send(command.worker, command.command)
-                case PublishDigest():
+                case ev.PublishDigest():
                     self._take_digest(command.digest)
-                case RaiseAlert():
+                case ev.RaiseAlert():
                     self._meter.alerts += 1
-                case AppendJournal() | KeepCosts():
+                case ev.AppendJournal() | ev.KeepCosts():
                     pass  # Nobody leads after this scheduler.
-                case Resign():
+                case ev.Resign():
                     raise AssertionError(command.reason)
                 case _:
                     assert_never(command)
 
-    def _send(self, worker: WorkerId, command: WorkerCommand) -> None:
+    def _send(self, worker: WorkerId, command: m.WorkerCommand) -> None:
         now_s = self._world.now_s
         decided_s = now_s
-        if isinstance(command, LoadModel):
+        if isinstance(command, m.LoadModel):
             transaction = self.core.transactions.loading(command.replica_name)
             if transaction is not None and not transaction.victims:
                 decided_s = transaction.begun_s
@@ -251,7 +208,7 @@ class Control:
         )
         self._after(lambda: self._agent(self._nodes[worker], event))
 
-    def _take_digest(self, digest: PoolDigest) -> None:
+    def _take_digest(self, digest: m.PoolDigest) -> None:
         world = self._world
         for row in digest.replicas:
             replica = world.replicas.get(row.replica)
@@ -275,13 +232,13 @@ class Control:
                 case agents.KillReplica():
                     self._exit(node, command.replica, -command.signal)
                 case agents.ReplyCommand():
-                    reply = CommandAnswered(command.reply)
+                    reply = ev.CommandAnswered(command.reply)
                     self._after(lambda reply=reply: self._scheduler(reply))  # type: ignore[misc]
                 case agents.PublishEvent():
-                    seen = OperationSeen(command.event)
+                    seen = ev.OperationSeen(command.event)
                     self._after(lambda seen=seen: self._scheduler(seen))  # type: ignore[misc]
                 case agents.PublishSnapshot():
-                    report = WorkerReported(command.snapshot)
+                    report = ev.WorkerReported(command.snapshot)
                     self._after(lambda report=report: self._scheduler(report))  # type: ignore[misc]
                 case agents.ExitAgent() | agents.AskKv():
                     raise AssertionError("no agent is told to end, and none has a KV node")
@@ -305,7 +262,7 @@ class Control:
             if counters == told:
                 continue
             node.told[replica_id] = counters
-            message = Load(
+            message = c.Load(
                 running=replica.held,
                 waiting=0,
                 kv_pages_free=max(0, counters[1]),
@@ -325,7 +282,7 @@ class Control:
         self._node_of[command.replica] = node
         self._meter.load_began(world.now_s)
         self._agent(node, agents.ReplicaSpawned(command.replica, replica.number))
-        self._agent(node, agents.ControlReceived(command.replica, Progress(state=ReplicaState.WARMING)))
+        self._agent(node, agents.ControlReceived(command.replica, c.Progress(state=m.ReplicaState.WARMING)))
 
         def loaded() -> None:
             if node.loading.pop(command.replica, None) is not None:
@@ -354,46 +311,46 @@ class Control:
         transaction = self.core.transactions.loading(base_name(replica.replica))
         if transaction is not None:
             self._meter.moved(transaction.begun_s, world.now_s)
-        self._agent(node, agents.ControlReceived(replica.replica, Ready(info=info)))
+        self._agent(node, agents.ControlReceived(replica.replica, c.Ready(info=info)))
         node.told[replica.replica] = (0, replica.kv_pages, 0.0)
         world.make_ready(replica)
 
-    def _control(self, node: _Node, replica_id: ReplicaId, message: ToReplica) -> None:
+    def _control(self, node: _Node, replica_id: ReplicaId, message: c.ToReplica) -> None:
         world = self._world
         replica = world.replicas.get(replica_id)
         if replica is None:
             return
         match message:
-            case Ping():
-                node.agent.step(world.now_s, agents.ControlReceived(replica_id, Pong(number=message.number)))
-            case Drain():
+            case c.Ping():
+                node.agent.step(world.now_s, agents.ControlReceived(replica_id, c.Pong(number=message.number)))
+            case c.Drain():
                 world.drain(replica, message.timeout_s)
-            case Concurrency():
+            case c.Concurrency():
                 world.set_slots(replica, message.slots)
-            case Stop():
+            case c.Stop():
                 world.at(world.now_s + UNLOAD_S, lambda: self._exit(node, replica_id, 0))
-            case Resize():
+            case c.Resize():
                 self._resize(node, replica, message)
-            case Start() | Sleep() | Wake() | EmptyPrefixes():
+            case c.Start() | c.Sleep() | c.Wake() | c.EmptyPrefixes():
                 raise AssertionError("not sent: this engine does not say that it sleeps, and nobody evicts its KV")
             case _:
                 assert_never(message)
 
-    def _resize(self, node: _Node, replica: SimReplica, message: Resize) -> None:
+    def _resize(self, node: _Node, replica: SimReplica, message: c.Resize) -> None:
         """Refused while pages that would go are in use, as a real engine would."""
         pages = self._world.pages_of(replica, message.kv_bytes)
         used = replica.engine.kv_pages - replica.engine.kv_pages_free
         if pages < used:
-            changed = Changed(number=message.number, failure=f"{used} pages are in use, {pages} would stay")
+            changed = c.Changed(number=message.number, failure=f"{used} pages are in use, {pages} would stay")
         else:
             self._world.resize(replica, message.kv_bytes)
-            changed = Changed(number=message.number, kv_pages=pages)
+            changed = c.Changed(number=message.number, kv_pages=pages)
         self._agent(node, agents.ControlReceived(replica.replica, changed))
 
     def _drained(self, replica: SimReplica) -> None:
         replica.draining = False
         node = self._node_of[replica.replica]
-        self._agent(node, agents.ControlReceived(replica.replica, Drained()))
+        self._agent(node, agents.ControlReceived(replica.replica, c.Drained()))
 
     def _exit(self, node: _Node, replica_id: ReplicaId, code: int) -> None:
         replica = self._world.replicas.get(replica_id)

@@ -13,16 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from broker.core.plan.policy import (
-    Action,
-    Decision,
-    Policy,
-    PoolView,
-    ReplicaView,
-    ResizeReplicaKv,
-    StartReplica,
-    StopReplica,
-)
+from broker.core.plan import policy as p
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.foresight import NOTICE_S, Margins, Residency, calm_needed, demand, is_sparse, plan_sparse, plan_steady
 from ops.simulator.types import PolicyContext, PolicyFactory, Result
@@ -65,7 +56,7 @@ class Oracle:
         self._loads: dict[DeviceKey, int] = {}
         self._closing_s: dict[ReplicaId, float] = {}
 
-    def decide(self, now_s: float, view: PoolView) -> Decision:
+    def decide(self, now_s: float, view: p.PoolView) -> p.Decision:
         """What the plan has for this moment and is not so yet."""
         keys = list(view.devices)
         self._active = [one for one in self._active if one.end_s > now_s]
@@ -74,7 +65,7 @@ class Oracle:
             if self._coming[self._next].end_s > now_s:
                 self._active.append(self._coming[self._next])
             self._next += 1
-        there: dict[tuple[DeploymentKey, tuple[DeviceKey, ...]], ReplicaView] = {}
+        there: dict[tuple[DeploymentKey, tuple[DeviceKey, ...]], p.ReplicaView] = {}
         for model in view.models.values():
             for replica in model.replicas:
                 there.setdefault((replica.deployment, tuple(sorted(replica.devices))), replica)
@@ -82,7 +73,7 @@ class Oracle:
         self._loads = {key: device.loads_coming for key, device in view.devices.items()}
         wanted: dict[ReplicaId, None] = {}
         missing: list[tuple[Residency, tuple[DeviceKey, ...]]] = []
-        changes: list[tuple[int, ReplicaView]] = []
+        changes: list[tuple[int, p.ReplicaView]] = []
         for one in self._active:
             place = tuple(keys[number] for number in one.devices)
             found = there.get((self._deployments[one.model], tuple(sorted(place))))
@@ -100,9 +91,9 @@ class Oracle:
             actions += self._start(now_s, view, one, place)
         actions += self._rescue(now_s, view)
         actions += self._resize(now_s, view, [change for change in changes if change[0] > 0])
-        return Decision(tuple(actions), weights)
+        return p.Decision(tuple(actions), weights)
 
-    def _elsewhere(self, view: PoolView, need_bytes: int) -> tuple[DeviceKey, ...]:
+    def _elsewhere(self, view: p.PoolView, need_bytes: int) -> tuple[DeviceKey, ...]:
         """The fullest device in use where a replica fits and nothing is being loaded; else an empty one."""
         crowd = dict.fromkeys(view.devices, 0)
         for model in view.models.values():
@@ -116,9 +107,9 @@ class Oracle:
         ]
         return (min(options)[2],) if options else ()
 
-    def _rescue(self, now_s: float, view: PoolView) -> list[Action]:
+    def _rescue(self, now_s: float, view: p.PoolView) -> list[p.Action]:
         """A model that a plan had no room for is loaded wherever there is some, so that nothing waits for ever."""
-        found: list[Action] = []
+        found: list[p.Action] = []
         planned = {self._deployments[one.model] for one in self._active}
         for deployment, model in view.models.items():
             record = model.record
@@ -129,12 +120,12 @@ class Oracle:
             if room:
                 key = min(room, key=lambda key: (self._room[key], key))
                 self._room[key] -= record.weights_bytes + kv_bytes
-                found.append(StartReplica(deployment, (key,), "not planned and asked for", kv_bytes=kv_bytes))
+                found.append(p.StartReplica(deployment, (key,), "not planned and asked for", kv_bytes=kv_bytes))
         return found
 
-    def _resize(self, now_s: float, view: PoolView, changes: Sequence[tuple[int, ReplicaView]]) -> list[Action]:
+    def _resize(self, now_s: float, view: p.PoolView, changes: Sequence[tuple[int, p.ReplicaView]]) -> list[p.Action]:
         """Gives replicas the KV of the plan, as far as there is room now."""
-        found: list[Action] = []
+        found: list[p.Action] = []
         for change, replica in changes:
             gpus = len(replica.devices)
             change = min(change, min(self._room[key] for key in replica.devices) * gpus)
@@ -143,12 +134,12 @@ class Oracle:
             if not settled or abs(change) < 0.08 * replica.kv_bytes:
                 continue
             self._tried_s[replica.replica] = now_s
-            found.append(ResizeReplicaKv(replica.replica, replica.kv_bytes + change, "planned"))
+            found.append(p.ResizeReplicaKv(replica.replica, replica.kv_bytes + change, "planned"))
             for key in replica.devices:
                 self._room[key] -= -(-change // gpus)
         return found
 
-    def _start(self, now_s: float, view: PoolView, one: Residency, place: tuple[DeviceKey, ...]) -> list[Action]:
+    def _start(self, now_s: float, view: p.PoolView, one: Residency, place: tuple[DeviceKey, ...]) -> list[p.Action]:
         """Begins a load, with what KV there is room for if that will do for a while."""
         record = view.models[self._deployments[one.model]].record
         name = f"{record.name} {one.devices}"
@@ -168,13 +159,13 @@ class Oracle:
         for key in place:
             self._room[key] -= -(-(record.weights_bytes + kv_bytes) // record.gpus)
             self._loads[key] += 1
-        return [StartReplica(record.deployment, place, "planned", kv_bytes=kv_bytes)]
+        return [p.StartReplica(record.deployment, place, "planned", kv_bytes=kv_bytes)]
 
     def _close(
-        self, now_s: float, view: PoolView, wanted: dict[ReplicaId, None]
-    ) -> tuple[list[Action], dict[ReplicaId, float]]:
+        self, now_s: float, view: p.PoolView, wanted: dict[ReplicaId, None]
+    ) -> tuple[list[p.Action], dict[ReplicaId, float]]:
         """What the plan has no more takes nothing new, and goes when it is done; where others can go on, after a while."""
-        stops: list[Action] = []
+        stops: list[p.Action] = []
         weights: dict[ReplicaId, float] = {}
         seen: dict[ReplicaId, None] = {}
         for model in view.models.values():
@@ -191,7 +182,7 @@ class Oracle:
                 if others and since_s == now_s:
                     weights[replica.replica] = 0.0
                 if not replica.running or (others and now_s - since_s >= self._close_s):
-                    stops.append(StopReplica(replica.replica, "no longer planned", interrupt=others))
+                    stops.append(p.StopReplica(replica.replica, "no longer planned", interrupt=others))
         self._closing_s = {replica: since for replica, since in self._closing_s.items() if replica in seen}
         return stops, weights
 
@@ -258,7 +249,7 @@ class _Search:
         return met
 
 
-def oracle(context: PolicyContext) -> Policy:
+def oracle(context: PolicyContext) -> p.Policy:
     """Factory of ``oracle``: searches, and returns what carries out the best schedule found."""
     from ops.simulator.policies.carpool import carpool
     from ops.simulator.run import run
@@ -279,7 +270,7 @@ def oracle(context: PolicyContext) -> Policy:
     for _ in range(trials - 1):
         margins = search.margins
 
-        def planned(context: PolicyContext, margins: Margins = margins) -> Policy:
+        def planned(context: PolicyContext, margins: Margins = margins) -> p.Policy:
             return _executed(context, margins)
 
         result = simulate(planned)

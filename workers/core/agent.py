@@ -28,73 +28,11 @@ import msgspec
 
 from profiles.budget import with_kv
 from profiles.costs import engine_name
+from subjects import messages as m
 from subjects.ids import DeviceId, OperationId, ReplicaId
-from subjects.messages import (
-    CommandOutcome,
-    CommandReply,
-    CostsMeasured,
-    DrainReplica,
-    EvictKv,
-    LoadModel,
-    MigrateKv,
-    OperationEnded,
-    OperationProgressed,
-    ReplicaDied,
-    ReplicaReport,
-    ReplicaState,
-    ResizeKv,
-    SetConcurrency,
-    SleepReplica,
-    UnloadReplica,
-    WakeReplica,
-    WorkerCommand,
-    WorkerSnapshot,
-)
-from workers.control_messages import (
-    Changed,
-    Concurrency,
-    Drain,
-    Drained,
-    EmptyPrefixes,
-    Failed,
-    Load,
-    Measured,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Resize,
-    Sleep,
-    Stop,
-    ToAgent,
-    Wake,
-)
+from workers import control_messages as c
+from workers.core import agent_events as ev
 from workers.core.agent_devices import DeviceLedger
-from workers.core.agent_events import (
-    AgentCommand,
-    AgentEvent,
-    AgentSettings,
-    AskKv,
-    BusRestored,
-    CommandReceived,
-    ControlLost,
-    ControlReceived,
-    ExitAgent,
-    KillReplica,
-    KvAnswered,
-    KvReported,
-    MemorySampled,
-    ProcessExited,
-    PublishEvent,
-    PublishSnapshot,
-    ReplicaSpawned,
-    ReplyCommand,
-    SendControl,
-    ShutdownStarted,
-    SpawnFailed,
-    SpawnReplica,
-    Ticked,
-)
 from workers.core.agent_kv import KvDesk
 from workers.core.agent_refusals import Refusals
 from workers.core.agent_replica import (
@@ -147,7 +85,7 @@ _STDERR_LINES_MAX = 6
 class AgentCore:
     """See the module's docstring. Wants a :class:`Ticked` at :attr:`next_wake_s` and no later than a few 10 ms after."""
 
-    def __init__(self, settings: AgentSettings) -> None:
+    def __init__(self, settings: ev.AgentSettings) -> None:
         self._settings = settings
         self._ledger = DeviceLedger(settings.devices)
         self._replicas: dict[ReplicaId, Replica] = {}
@@ -164,7 +102,7 @@ class AgentCore:
         self._counters_changed = False
         self._shutting_down = False
         self._exited = False
-        self._out: list[AgentCommand] = []
+        self._out: list[ev.AgentCommand] = []
 
     # ---- what the shell may read
 
@@ -190,9 +128,9 @@ class AgentCore:
         """The sum of the budgets that are charged to a device now."""
         return self._ledger.charged(device)
 
-    def snapshot(self, now_s: float) -> WorkerSnapshot:
+    def snapshot(self, now_s: float) -> m.WorkerSnapshot:
         """The whole state, under the last sequence number."""
-        return WorkerSnapshot(
+        return m.WorkerSnapshot(
             worker=self._settings.worker,
             sequence=self._sequence,
             epoch_seen=self._epoch_seen,
@@ -211,10 +149,10 @@ class AgentCore:
     def _resident_bytes(self, device: DeviceId) -> int:
         return sum(replica.memory_bytes for replica in self._replicas.values() if replica.device == device)
 
-    def _report(self, now_s: float, replica: Replica) -> ReplicaReport:
+    def _report(self, now_s: float, replica: Replica) -> m.ReplicaReport:
         serves = replica.state in SERVING_STATES
         idle = serves and replica.running == 0
-        return ReplicaReport(
+        return m.ReplicaReport(
             replica=replica.replica,
             model_hash=replica.record.model_hash,
             deployment=replica.record.deployment,
@@ -232,7 +170,7 @@ class AgentCore:
             failure=replica.failure,
             progress=replica.progress,
             peers=replica.devices[1:],
-            kv_bytes=replica.record.kv_bytes if replica.state is not ReplicaState.ASLEEP else 0,
+            kv_bytes=replica.record.kv_bytes if replica.state is not m.ReplicaState.ASLEEP else 0,
             preemptions=replica.preemptions,
             step_s=replica.step_s,
             hit_ratio=replica.hit_ratio if serves else None,
@@ -244,7 +182,7 @@ class AgentCore:
     def _budget_bytes(replica: Replica) -> int:
         """What a replica's process is charged on each of its devices."""
         record = replica.record
-        if replica.state is ReplicaState.ASLEEP and not replica.wakes:
+        if replica.state is m.ReplicaState.ASLEEP and not replica.wakes:
             return min(record.overhead_bytes, record.budget_bytes)
         change = replica.change.record if replica.change is not None else None
         return max(record.budget_bytes, change.budget_bytes) if change is not None else record.budget_bytes
@@ -254,39 +192,39 @@ class AgentCore:
 
     # ---- the step
 
-    def step(self, now_s: float, event: AgentEvent) -> list[AgentCommand]:
+    def step(self, now_s: float, event: ev.AgentEvent) -> list[ev.AgentCommand]:
         """Applies one event and returns what is to be done, in order."""
         self._out = []
         self._forgive_after_stall(now_s)
         match event:
-            case CommandReceived():
+            case ev.CommandReceived():
                 self._command(now_s, event)
-            case ReplicaSpawned():
+            case ev.ReplicaSpawned():
                 self._spawned(now_s, event)
-            case SpawnFailed():
+            case ev.SpawnFailed():
                 self._spawn_failed(now_s, event)
-            case ControlReceived():
+            case ev.ControlReceived():
                 replica = self._replicas.get(event.replica)
                 if replica is not None and replica.process is not Process.GONE:
                     self._control(now_s, replica, event.message)
-            case ControlLost():
+            case ev.ControlLost():
                 replica = self._replicas.get(event.replica)
                 if replica is not None and replica.process is Process.RUNNING:
                     # Its exit normally follows at once and says more; this only bounds the wait for it.
                     self._expect_exit(now_s, replica, FAILED_EXIT_S)
-            case ProcessExited():
+            case ev.ProcessExited():
                 self._process_exited(now_s, event)
-            case MemorySampled():
+            case ev.MemorySampled():
                 self._memory_sampled(event)
-            case KvReported():
+            case ev.KvReported():
                 self._kv_reported(event)
-            case KvAnswered():
+            case ev.KvAnswered():
                 self._kv_answered(now_s, event.operation, event.failure, event.detail)
-            case BusRestored():
+            case ev.BusRestored():
                 self._changed = True
-            case ShutdownStarted():
+            case ev.ShutdownStarted():
                 self._shut_down(now_s, event.drain_s)
-            case Ticked():
+            case ev.Ticked():
                 for replica in list(self._replicas.values()):
                     self._tick(now_s, replica)
                 for operation in self._kv.overdue(now_s):
@@ -296,7 +234,7 @@ class AgentCore:
         self._publish(now_s)
         if self._shutting_down and not self._exited and all(r.process is Process.GONE for r in self._replicas.values()):
             self._exited = True
-            self._out.append(ExitAgent(code=0))
+            self._out.append(ev.ExitAgent(code=0))
         return self._out
 
     def _publish(self, now_s: float) -> None:
@@ -304,7 +242,7 @@ class AgentCore:
             self._changed = self._counters_changed = False
             self._published_s = now_s
             self._sequence += 1
-            self._out.append(PublishSnapshot(snapshot=self.snapshot(now_s)))
+            self._out.append(ev.PublishSnapshot(snapshot=self.snapshot(now_s)))
 
     def _forgive_after_stall(self, now_s: float) -> None:
         if now_s - self._stepped_s > AGENT_STALL_S:
@@ -314,11 +252,11 @@ class AgentCore:
 
     # ---- commands
 
-    def _command(self, now_s: float, event: CommandReceived) -> None:
+    def _command(self, now_s: float, event: ev.CommandReceived) -> None:
         command = event.command
         if command.epoch < self._epoch_seen:
             detail = f"epoch {command.epoch} is over; epoch {self._epoch_seen} was seen"
-            self._reply(event.token, command.operation, CommandOutcome.STALE_EPOCH, detail)
+            self._reply(event.token, command.operation, m.CommandOutcome.STALE_EPOCH, detail)
             return
         self._epoch_seen = command.epoch
         known = self._operations.get(command.operation)
@@ -329,23 +267,23 @@ class AgentCore:
         if refusal:
             self._operations[command.operation] = Operation(started_s=now_s, replica=None, refusal=refusal)
             self._remember_ended(command.operation)
-            self._reply(event.token, command.operation, CommandOutcome.REFUSED, refusal)
+            self._reply(event.token, command.operation, m.CommandOutcome.REFUSED, refusal)
             return
         self._operations[command.operation] = Operation(started_s=now_s, replica=None)
-        self._reply(event.token, command.operation, CommandOutcome.ACCEPTED, "")
+        self._reply(event.token, command.operation, m.CommandOutcome.ACCEPTED, "")
         self._apply(now_s, command, event.incarnation)
 
     def _repeat(self, token: str, operation: OperationId, known: Operation) -> None:
         if known.refusal:
-            self._reply(token, operation, CommandOutcome.REFUSED, known.refusal)
+            self._reply(token, operation, m.CommandOutcome.REFUSED, known.refusal)
             return
-        self._reply(token, operation, CommandOutcome.REPEATED, "")
+        self._reply(token, operation, m.CommandOutcome.REPEATED, "")
         if known.ended is not None:
-            self._out.append(PublishEvent(event=known.ended))
+            self._out.append(ev.PublishEvent(event=known.ended))
 
-    def _reply(self, token: str, operation: OperationId, outcome: CommandOutcome, detail: str) -> None:
-        reply = CommandReply(operation=operation, outcome=outcome, epoch_seen=self._epoch_seen, detail=detail)
-        self._out.append(ReplyCommand(token=token, reply=reply))
+    def _reply(self, token: str, operation: OperationId, outcome: m.CommandOutcome, detail: str) -> None:
+        reply = m.CommandReply(operation=operation, outcome=outcome, epoch_seen=self._epoch_seen, detail=detail)
+        self._out.append(ev.ReplyCommand(token=token, reply=reply))
 
     def _admission_refusal(self) -> str:
         if self._shutting_down:
@@ -354,10 +292,10 @@ class AgentCore:
             return f"{OPERATIONS_RUNNING_MAX} operations run already"
         return ""
 
-    def _apply(self, now_s: float, command: WorkerCommand, incarnation: str) -> None:
+    def _apply(self, now_s: float, command: m.WorkerCommand, incarnation: str) -> None:
         operation = self._operations[command.operation]
         match command:
-            case LoadModel():
+            case m.LoadModel():
                 replica = Replica(
                     replica=ReplicaId(f"{command.replica_name}-{incarnation}"),
                     devices=(command.device, *command.peers),
@@ -374,7 +312,7 @@ class AgentCore:
                 self._changed = True
                 self._progressed(replica, "accepted")
                 self._load_next(now_s)
-            case DrainReplica():
+            case m.DrainReplica():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
                 if replica.drained:
@@ -382,7 +320,7 @@ class AgentCore:
                     return
                 replica.drain_operations.append(command.operation)
                 self._drain(now_s, replica, command.timeout_s)
-            case UnloadReplica():
+            case m.UnloadReplica():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
                 replica.unload_operations.append(command.operation)
@@ -391,27 +329,27 @@ class AgentCore:
                     self._forget(replica)
                     return
                 self._wind_up(now_s, replica, gently=self._listens(replica))
-            case SetConcurrency():
+            case m.SetConcurrency():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
                 replica.slots = command.slots
                 self._changed = True
-                self._say(replica, Concurrency(slots=command.slots))
+                self._say(replica, c.Concurrency(slots=command.slots))
                 self._end(now_s, command.operation, "")
-            case ResizeKv():
+            case m.ResizeKv():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
                 change = self._begin_change(now_s, replica, command.operation)
                 change.record = with_kv(replica.record, command.kv_bytes)
                 self._charge(replica)
                 self._changed = True
-                self._say(replica, Resize(number=change.number, kv_bytes=command.kv_bytes))
-            case SleepReplica():
+                self._say(replica, c.Resize(number=change.number, kv_bytes=command.kv_bytes))
+            case m.SleepReplica():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
                 change = self._begin_change(now_s, replica, command.operation)
-                self._say(replica, Sleep(number=change.number, level=command.level))
-            case WakeReplica():
+                self._say(replica, c.Sleep(number=change.number, level=command.level))
+            case m.WakeReplica():
                 replica = self._replicas[command.replica]
                 operation.replica = command.replica
                 replica.load_operation = command.operation
@@ -420,14 +358,14 @@ class AgentCore:
                 self._charge(replica)
                 self._changed = True
                 self._load_next(now_s)
-            case EvictKv() | MigrateKv():
+            case m.EvictKv() | m.MigrateKv():
                 self._kv.begin(now_s, command)
-                self._out.append(AskKv(command=command))
+                self._out.append(ev.AskKv(command=command))
             case _:
                 assert_never(command)
 
-    def _say(self, replica: Replica, message: Concurrency | Resize | Sleep | Wake | EmptyPrefixes) -> None:
-        self._out.append(SendControl(replica=replica.replica, message=message))
+    def _say(self, replica: Replica, message: c.Concurrency | c.Resize | c.Sleep | c.Wake | c.EmptyPrefixes) -> None:
+        self._out.append(ev.SendControl(replica=replica.replica, message=message))
 
     def _begin_change(self, now_s: float, replica: Replica, operation: OperationId) -> PendingChange:
         replica.changes += 1
@@ -439,8 +377,8 @@ class AgentCore:
     def _progressed(self, replica: Replica, detail: str) -> None:
         if replica.load_operation is not None:
             self._out.append(
-                PublishEvent(
-                    event=OperationProgressed(
+                ev.PublishEvent(
+                    event=m.OperationProgressed(
                         worker=self._settings.worker,
                         operation=replica.load_operation,
                         replica=replica.replica,
@@ -455,7 +393,7 @@ class AgentCore:
     ) -> None:
         operation = self._operations[operation_id]
         assert operation.ended is None, "an operation ends once"
-        operation.ended = OperationEnded(
+        operation.ended = m.OperationEnded(
             worker=self._settings.worker,
             operation=operation_id,
             replica=operation.replica,
@@ -464,7 +402,7 @@ class AgentCore:
             withdrawn=withdrawn,
             detail=detail,
         )
-        self._out.append(PublishEvent(event=operation.ended))
+        self._out.append(ev.PublishEvent(event=operation.ended))
         self._remember_ended(operation_id)
 
     def _remember_ended(self, operation_id: OperationId) -> None:
@@ -490,7 +428,7 @@ class AgentCore:
 
     # ---- the KV node
 
-    def _kv_reported(self, event: KvReported) -> None:
+    def _kv_reported(self, event: ev.KvReported) -> None:
         before = self._kv.report
         assert before is not None, "only a worker with a node hears of one"
         self._kv.report = event.report
@@ -501,11 +439,11 @@ class AgentCore:
         command = self._kv.ended(operation)
         if command is None:
             return
-        if isinstance(command, EvictKv) and command.ratio == 1 and not failure:
+        if isinstance(command, m.EvictKv) and command.ratio == 1 and not failure:
             # The share that an engine drops of its own cache is all or nothing, and nothing while it runs.
             idle = [r for r in self._replicas.values() if r.record.kv_signature == command.kv_signature and r.is_idle]
             for replica in idle:
-                self._say(replica, EmptyPrefixes())
+                self._say(replica, c.EmptyPrefixes())
             engines = f"{len(idle)} idle engine{'' if len(idle) == 1 else 's'}"
             detail += f"; told to {engines}" if idle else ""
         self._end(now_s, operation, _one_line(failure), detail=_one_line(detail))
@@ -535,14 +473,14 @@ class AgentCore:
             # What blocks its event loop now is a load: pings say nothing until it serves.
             replica.ping_at_s = None
             replica.pings.clear()
-            self._go(now_s, replica, ReplicaState.LOADING)
-            self._say(replica, Wake())
+            self._go(now_s, replica, m.ReplicaState.LOADING)
+            self._say(replica, c.Wake())
             self._progressed(replica, "waking")
             return
         self._go_process(replica, Process.SPAWNING)
-        self._go(now_s, replica, ReplicaState.LOADING)
+        self._go(now_s, replica, m.ReplicaState.LOADING)
         self._out.append(
-            SpawnReplica(
+            ev.SpawnReplica(
                 replica=replica.replica,
                 device=replica.device,
                 record=replica.record,
@@ -559,29 +497,29 @@ class AgentCore:
                 del self._loading[device]
             self._load_next(now_s)
 
-    def _spawned(self, now_s: float, event: ReplicaSpawned) -> None:
+    def _spawned(self, now_s: float, event: ev.ReplicaSpawned) -> None:
         replica = self._replicas[event.replica]
         replica.pid = event.pid
         self._go_process(replica, Process.RUNNING)
         if replica.ending or replica.failure:
             self._kill(now_s, replica)
 
-    def _spawn_failed(self, now_s: float, event: SpawnFailed) -> None:
+    def _spawn_failed(self, now_s: float, event: ev.SpawnFailed) -> None:
         replica = self._replicas[event.replica]
         if not replica.ending and not replica.failure:
             self._fail(now_s, replica, f"the process could not be started: {_one_line(event.detail)}")
         self._gone(now_s, replica)
 
-    def _control(self, now_s: float, replica: Replica, message: ToAgent) -> None:
+    def _control(self, now_s: float, replica: Replica, message: c.ToAgent) -> None:
         match message:
-            case Pong():
+            case c.Pong():
                 while replica.pings and replica.pings[0][0] <= message.number:
                     replica.pings.popleft()
-            case Progress():
+            case c.Progress():
                 self._progress(now_s, replica, message)
-            case Ready():
+            case c.Ready():
                 self._ready(now_s, replica, message)
-            case Load():
+            case c.Load():
                 counters = (replica.running, replica.kv_pages_free, replica.busy_s)
                 self._ledger.was_busy(replica.devices, max(0.0, message.busy_s - replica.busy_s))
                 replica.running = message.running + message.waiting
@@ -594,20 +532,20 @@ class AgentCore:
                 replica.sums = message.sums
                 replica.counted_s = now_s
                 self._counters_changed |= counters != (replica.running, replica.kv_pages_free, replica.busy_s)
-            case Drained():
+            case c.Drained():
                 self._drained(now_s, replica)
-            case Changed():
+            case c.Changed():
                 self._was_changed(now_s, replica, message)
-            case Measured():
+            case c.Measured():
                 self._was_measured(replica, message)
-            case Failed():
+            case c.Failed():
                 if replica.process is Process.RUNNING:
                     self._fail(now_s, replica, _one_line(message.detail))
                     self._expect_exit(now_s, replica, FAILED_EXIT_S)
             case _:
                 assert_never(message)
 
-    def _progress(self, now_s: float, replica: Replica, message: Progress) -> None:
+    def _progress(self, now_s: float, replica: Replica, message: c.Progress) -> None:
         # A late or odd report changes nothing: only the states of a load are the replica's to tell.
         if replica.state not in LOAD_STATES or replica.ending or message.state not in LOAD_STATES:
             return
@@ -622,14 +560,14 @@ class AgentCore:
             replica.detail = message.detail
             self._progressed(replica, _one_line(message.detail))
 
-    def _ready(self, now_s: float, replica: Replica, message: Ready) -> None:
+    def _ready(self, now_s: float, replica: Replica, message: c.Ready) -> None:
         if replica.ending or replica.process is not Process.RUNNING or replica.state not in LOAD_STATES:
             return
-        if replica.state is not ReplicaState.WARMING:
+        if replica.state is not m.ReplicaState.WARMING:
             self._fail(now_s, replica, "the replica reported ready without a warm-up")
             self._kill(now_s, replica)
             return
-        self._go(now_s, replica, ReplicaState.READY)
+        self._go(now_s, replica, m.ReplicaState.READY)
         replica.served = True
         replica.progress = 1.0
         replica.load_deadline_s = None
@@ -643,7 +581,7 @@ class AgentCore:
         replica.load_operation = None
         self._loaded(now_s, replica)
 
-    def _was_changed(self, now_s: float, replica: Replica, message: Changed) -> None:
+    def _was_changed(self, now_s: float, replica: Replica, message: c.Changed) -> None:
         change = replica.change
         if change is None or change.number != message.number:
             return
@@ -655,13 +593,13 @@ class AgentCore:
             held = replica.kv_pages - replica.kv_pages_free
             replica.kv_pages = message.kv_pages
             replica.kv_pages_free = max(0, message.kv_pages - held)
-        elif not failure and replica.state is ReplicaState.DRAINING:
-            self._go(now_s, replica, ReplicaState.ASLEEP)
+        elif not failure and replica.state is m.ReplicaState.DRAINING:
+            self._go(now_s, replica, m.ReplicaState.ASLEEP)
         self._charge(replica)
         self._changed = True
         self._end(now_s, change.operation, failure)
 
-    def _was_measured(self, replica: Replica, message: Measured) -> None:
+    def _was_measured(self, replica: Replica, message: c.Measured) -> None:
         """Points that were taken while something else worked on its devices are marked."""
         others = [
             one for one in self._replicas.values() if one is not replica and not set(one.devices).isdisjoint(replica.devices)
@@ -669,7 +607,7 @@ class AgentCore:
         beside = any(one.running or one.state in LOAD_STATES for one in others)
         kind = next((one.device_type for one in self._settings.devices if one.device == replica.device), "")
         version = self._settings.engine_versions.get(replica.record.engine_type.value, "")
-        event = CostsMeasured(
+        event = m.CostsMeasured(
             worker=self._settings.worker,
             replica=replica.replica,
             model_hash=replica.record.model_hash,
@@ -679,7 +617,7 @@ class AgentCore:
             points=tuple(msgspec.structs.replace(point, beside=beside) for point in message.points),
             whole=message.whole,
         )
-        self._out.append(PublishEvent(event=event))
+        self._out.append(ev.PublishEvent(event=event))
 
     def _change_timed_out(self, now_s: float, replica: Replica, change: PendingChange) -> None:
         """Nobody knows what it holds now: the larger budget stays charged, and one that fell asleep unheard is ended."""
@@ -698,16 +636,16 @@ class AgentCore:
 
     def _drain(self, now_s: float, replica: Replica, timeout_s: float) -> None:
         deadline_s = now_s + timeout_s + DRAIN_GRACE_S
-        if replica.state is ReplicaState.DRAINING and replica.drain_deadline_s is not None:
+        if replica.state is m.ReplicaState.DRAINING and replica.drain_deadline_s is not None:
             if deadline_s >= replica.drain_deadline_s:
                 return
         else:
-            self._go(now_s, replica, ReplicaState.DRAINING)
+            self._go(now_s, replica, m.ReplicaState.DRAINING)
         replica.drain_deadline_s = deadline_s
-        self._out.append(SendControl(replica=replica.replica, message=Drain(timeout_s=timeout_s)))
+        self._out.append(ev.SendControl(replica=replica.replica, message=c.Drain(timeout_s=timeout_s)))
 
     def _drained(self, now_s: float, replica: Replica) -> None:
-        if replica.state is not ReplicaState.DRAINING or replica.drained:
+        if replica.state is not m.ReplicaState.DRAINING or replica.drained:
             return
         replica.drained = True
         replica.drain_deadline_s = None
@@ -725,8 +663,8 @@ class AgentCore:
                 self._gone(now_s, replica)
             case Process.RUNNING:
                 if gently:
-                    if replica.state is ReplicaState.READY:
-                        self._go(now_s, replica, ReplicaState.DRAINING)
+                    if replica.state is m.ReplicaState.READY:
+                        self._go(now_s, replica, m.ReplicaState.DRAINING)
                     self._stop(now_s, replica)
                 else:
                     self._kill(now_s, replica)
@@ -738,10 +676,10 @@ class AgentCore:
     @staticmethod
     def _listens(replica: Replica) -> bool:
         """Whether it can be asked to stop, as opposed to one whose engine is being loaded."""
-        return replica.state in SERVING_STATES or replica.state is ReplicaState.ASLEEP
+        return replica.state in SERVING_STATES or replica.state is m.ReplicaState.ASLEEP
 
     def _stop(self, now_s: float, replica: Replica) -> None:
-        self._out.append(SendControl(replica=replica.replica, message=Stop()))
+        self._out.append(ev.SendControl(replica=replica.replica, message=c.Stop()))
         self._expect_exit(now_s, replica, STOP_GRACE_S)
 
     def _expect_exit(self, now_s: float, replica: Replica, grace_s: float) -> None:
@@ -753,7 +691,7 @@ class AgentCore:
         self._go_process(replica, Process.KILLED)
         self._quiet(replica)
         replica.kill_bound_s = now_s + KILL_BOUND_S
-        self._out.append(KillReplica(replica=replica.replica, signal=signal.SIGKILL))
+        self._out.append(ev.KillReplica(replica=replica.replica, signal=signal.SIGKILL))
 
     @staticmethod
     def _quiet(replica: Replica) -> None:
@@ -766,9 +704,9 @@ class AgentCore:
 
     def _fail(self, now_s: float, replica: Replica, failure: str) -> None:
         replica.failure = failure
-        self._go(now_s, replica, ReplicaState.FAILED)
+        self._go(now_s, replica, m.ReplicaState.FAILED)
 
-    def _process_exited(self, now_s: float, event: ProcessExited) -> None:
+    def _process_exited(self, now_s: float, event: ev.ProcessExited) -> None:
         replica = self._replicas.get(event.replica)
         if replica is None or replica.process is Process.GONE:
             return
@@ -791,8 +729,8 @@ class AgentCore:
         self._changed = True
         if replica.served and replica.failure:
             self._out.append(
-                PublishEvent(
-                    event=ReplicaDied(worker=self._settings.worker, replica=replica.replica, detail=replica.failure)
+                ev.PublishEvent(
+                    event=m.ReplicaDied(worker=self._settings.worker, replica=replica.replica, detail=replica.failure)
                 )
             )
         self._end_all(now_s, replica, unload_failure="")
@@ -830,7 +768,7 @@ class AgentCore:
             replica.pings_sent += 1
             replica.pings.append((replica.pings_sent, now_s))
             replica.ping_at_s = now_s + PING_EVERY_S
-            self._out.append(SendControl(replica=replica.replica, message=Ping(number=replica.pings_sent)))
+            self._out.append(ev.SendControl(replica=replica.replica, message=c.Ping(number=replica.pings_sent)))
         if replica.vanish_at_s is not None and now_s >= replica.vanish_at_s:
             self._forget(replica)
 
@@ -848,10 +786,10 @@ class AgentCore:
             self._fail(now_s, replica, detail)
         self._end_all(now_s, replica, unload_failure=detail)
         replica.kill_bound_s = now_s + KILL_BOUND_S
-        self._out.append(KillReplica(replica=replica.replica, signal=signal.SIGKILL))
+        self._out.append(ev.KillReplica(replica=replica.replica, signal=signal.SIGKILL))
         self._loaded(now_s, replica)
 
-    def _memory_sampled(self, event: MemorySampled) -> None:
+    def _memory_sampled(self, event: ev.MemorySampled) -> None:
         for replica_id, memory_bytes in event.replicas:
             replica = self._replicas.get(replica_id)
             if replica is not None and replica.process is not Process.GONE and replica.memory_bytes != memory_bytes:
@@ -876,7 +814,7 @@ class AgentCore:
 
     # ---- the tables
 
-    def _go(self, now_s: float, replica: Replica, state: ReplicaState) -> None:
+    def _go(self, now_s: float, replica: Replica, state: m.ReplicaState) -> None:
         assert state in TRANSITIONS[replica.state], f"{replica.state.value} -> {state.value}"
         replica.state = state
         replica.state_since_s = now_s

@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from subjects import messages as m
 from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
-from subjects.messages import (
-    CommandReply,
-    DeviceKind,
-    EngineType,
-    EvictKv,
-    KvReport,
-    MigrateKv,
-    ModelRecord,
-    WorkerCommand,
-    WorkerEvent,
-    WorkerSnapshot,
-)
 from workers.control_messages import (
     ToAgent,
     ToReplica,
@@ -31,7 +20,7 @@ class Device:
     """A device that replicas are charged to; ``memory_bytes`` is what the sum of their budgets may reach."""
 
     device: DeviceId
-    kind: DeviceKind
+    kind: m.DeviceKind
     name: str
     memory_bytes: int
     uuid: str = ""
@@ -53,11 +42,11 @@ class AgentSettings:
     worker: WorkerId
     host: str
     devices: tuple[Device, ...]
-    engines: tuple[EngineType, ...]
+    engines: tuple[m.EngineType, ...]
     engine_versions: Mapping[str, str] = field(default_factory=dict)
     kv: bool = False
     """Whether a KV node belongs to this worker."""
-    resizing: tuple[EngineType, ...] = ()
+    resizing: tuple[m.EngineType, ...] = ()
     """Of ``engines``, those whose replicas can change their KV budget while they run."""
 
 
@@ -69,7 +58,7 @@ class CommandReceived:
     """A command came over the bus; ``token`` finds its reply, ``incarnation`` is freshly drawn for a replica it may make."""
 
     token: str
-    command: WorkerCommand
+    command: m.WorkerCommand
     incarnation: str
 
 
@@ -125,7 +114,7 @@ class MemorySampled:
 class KvReported:
     """How the KV node is, or that it does not run."""
 
-    report: KvReport
+    report: m.KvReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +167,7 @@ class SpawnReplica:
 
     replica: ReplicaId
     device: DeviceId
-    record: ModelRecord
+    record: m.ModelRecord
     peers: tuple[DeviceId, ...] = ()
     """The other devices that it spans."""
     measure: bool = False
@@ -204,7 +193,7 @@ class KillReplica:
 class AskKv:
     """Ask the KV node within the command's bound; one ``KvAnswered`` answers."""
 
-    command: EvictKv | MigrateKv
+    command: m.EvictKv | m.MigrateKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,21 +201,21 @@ class ReplyCommand:
     """Answer a command."""
 
     token: str
-    reply: CommandReply
+    reply: m.CommandReply
 
 
 @dataclass(frozen=True, slots=True)
 class PublishEvent:
     """Tell the scheduler."""
 
-    event: WorkerEvent
+    event: m.WorkerEvent
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSnapshot:
     """Tell the whole state; a newer one makes an unsent one worthless."""
 
-    snapshot: WorkerSnapshot
+    snapshot: m.WorkerSnapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,8 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from profiles.budget import with_kv
+from subjects import messages as m
 from subjects.ids import ReplicaId, base_name, is_token
-from subjects.messages import (
-    DrainReplica,
-    EvictKv,
-    LoadModel,
-    MigrateKv,
-    ReplicaState,
-    ResizeKv,
-    SetConcurrency,
-    SleepReplica,
-    UnloadReplica,
-    WakeReplica,
-    WorkerCommand,
-)
 from workers.core.agent_devices import DeviceLedger
 from workers.core.agent_events import AgentSettings
 from workers.core.agent_kv import KvDesk
@@ -41,29 +29,29 @@ class Refusals:
         self._kv = kv
         self._replicas = replicas
 
-    def of(self, command: WorkerCommand) -> str:
+    def of(self, command: m.WorkerCommand) -> str:
         """Why a command cannot be applied; empty when it can."""
         match command:
-            case LoadModel():
+            case m.LoadModel():
                 return self._load(command)
-            case DrainReplica():
+            case m.DrainReplica():
                 return self._drain(command)
-            case UnloadReplica():
+            case m.UnloadReplica():
                 return self._unload(command)
-            case SetConcurrency():
+            case m.SetConcurrency():
                 return self._concurrency(command)
-            case SleepReplica():
+            case m.SleepReplica():
                 return self._sleep(command)
-            case WakeReplica():
+            case m.WakeReplica():
                 return self._wake(command)
-            case ResizeKv():
+            case m.ResizeKv():
                 return self._resize(command)
-            case EvictKv() | MigrateKv():
+            case m.EvictKv() | m.MigrateKv():
                 return self._kv.refusal(command)
             case _:
                 assert_never(command)
 
-    def _load(self, command: LoadModel) -> str:
+    def _load(self, command: m.LoadModel) -> str:
         record = command.record
         devices = (command.device, *command.peers)
         refusal = self._ledger.cannot_span(record.name, devices, record.gpus)
@@ -84,7 +72,7 @@ class Refusals:
             return f"budget_bytes {record.budget_bytes}: must not be negative"
         return self._ledger.cannot_charge(record.name, devices, record.budget_bytes)
 
-    def _drain(self, command: DrainReplica) -> str:
+    def _drain(self, command: m.DrainReplica) -> str:
         replica = self._replicas.get(command.replica)
         if replica is None:
             return f"replica {command.replica} is not here"
@@ -94,30 +82,30 @@ class Refusals:
             return f"replica {command.replica} is {self._condition(replica)}; only a ready one can drain"
         return ""
 
-    def _unload(self, command: UnloadReplica) -> str:
+    def _unload(self, command: m.UnloadReplica) -> str:
         replica = self._replicas.get(command.replica)
         if replica is None:
             return f"replica {command.replica} is not here"
-        harmless = replica.drained or replica.process is Process.QUEUED or replica.state is ReplicaState.FAILED
+        harmless = replica.drained or replica.process is Process.QUEUED or replica.state is m.ReplicaState.FAILED
         if not (command.force or harmless or replica.ending):
             return f"replica {command.replica} is {self._condition(replica)} and has not drained; drain it or use force"
         return ""
 
-    def _concurrency(self, command: SetConcurrency) -> str:
+    def _concurrency(self, command: m.SetConcurrency) -> str:
         replica = self._replicas.get(command.replica)
         if replica is None:
             return f"replica {command.replica} is not here"
-        if replica.state is not ReplicaState.READY or replica.process is not Process.RUNNING:
+        if replica.state is not m.ReplicaState.READY or replica.process is not Process.RUNNING:
             return f"replica {command.replica} is {self._condition(replica)}; only a ready one takes this"
         if not 1 <= command.slots <= replica.engine_slots:
             return f"slots {command.slots}: this engine takes 1 to {replica.engine_slots}"
         return ""
 
-    def _resize(self, command: ResizeKv) -> str:
+    def _resize(self, command: m.ResizeKv) -> str:
         replica = self._replicas.get(command.replica)
         if replica is None:
             return f"replica {command.replica} is not here"
-        if replica.state is not ReplicaState.READY or replica.process is not Process.RUNNING:
+        if replica.state is not m.ReplicaState.READY or replica.process is not Process.RUNNING:
             return f"replica {command.replica} is {self._condition(replica)}; only a ready one takes this"
         if not replica.resizes_kv:
             return "resize-kv is not offered by this engine"
@@ -128,23 +116,23 @@ class Refusals:
         budget_bytes = with_kv(replica.record, command.kv_bytes).budget_bytes
         return self._ledger.cannot_change(replica.replica, replica.record.name, replica.devices, budget_bytes)
 
-    def _sleep(self, command: SleepReplica) -> str:
+    def _sleep(self, command: m.SleepReplica) -> str:
         replica = self._replicas.get(command.replica)
         if replica is None:
             return f"replica {command.replica} is not here"
         if not replica.sleeps:
             return "sleep-replica is not offered by this engine"
-        if replica.process is not Process.RUNNING or not replica.drained or replica.state is not ReplicaState.DRAINING:
+        if replica.process is not Process.RUNNING or not replica.drained or replica.state is not m.ReplicaState.DRAINING:
             return f"replica {command.replica} is {self._condition(replica)} and has not drained; drain it first"
         return f"replica {command.replica} is being changed" if replica.change is not None else ""
 
-    def _wake(self, command: WakeReplica) -> str:
+    def _wake(self, command: m.WakeReplica) -> str:
         replica = self._replicas.get(command.replica)
         if replica is None:
             return f"replica {command.replica} is not here"
         if not replica.sleeps:
             return "wake-replica is not offered by this engine"
-        if replica.process is not Process.RUNNING or replica.state is not ReplicaState.ASLEEP or replica.wakes:
+        if replica.process is not Process.RUNNING or replica.state is not m.ReplicaState.ASLEEP or replica.wakes:
             return f"replica {command.replica} is {self._condition(replica)}; only one that sleeps can wake"
         budget_bytes = replica.record.budget_bytes
         return self._ledger.cannot_change(replica.replica, replica.record.name, replica.devices, budget_bytes)

@@ -13,70 +13,11 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import assert_never
 
+from subjects import messages as m
 from subjects.ids import IngressId, ReplicaId
-from subjects.messages import (
-    Back,
-    Cancel,
-    Claim,
-    Delta,
-    FailureKind,
-    Frames,
-    Gone,
-    Grant,
-    Hand,
-    Held,
-    Refusal,
-    RefusalReason,
-    RequestProfile,
-    Resend,
-    Room,
-    Ticket,
-)
+from workers.core import replica_events as ev
 from workers.core.held_request import HeldRequest, Key, Phase
 from workers.core.pulling import BACKLOG_TOKENS_MAX, PullPlanner, room_for
-from workers.core.replica_events import (
-    ASK_S,
-    CLAIM_TRIES_MAX,
-    CONFIRM_S,
-    DELIVERIES_MAX,
-    ENDED_MAX,
-    ENDED_S,
-    FRAME_BYTES_MAX,
-    FRAME_DELTAS_MAX,
-    GATHER_FIRST_S,
-    GATHER_S,
-    HELD_SILENCE_S,
-    RECONNECT_GRACE_S,
-    ROUND_TRIP_FRESH_S,
-    UNNAMED_HELD_MAX,
-    AbortRequest,
-    AckTicket,
-    BackReceived,
-    BusReconnected,
-    BusRoundTripMade,
-    ClaimAnswered,
-    ClaimUnanswered,
-    ConcurrencySet,
-    DrainStarted,
-    EngineFailed,
-    EngineStepped,
-    ExitReplica,
-    HandReceived,
-    KvResized,
-    Opened,
-    PoolChanged,
-    PullExpired,
-    ReplicaCommand,
-    ReplicaEvent,
-    ReportDrained,
-    ReportLoad,
-    SendClaim,
-    SendFrames,
-    StartRequest,
-    Ticked,
-    TicketPulled,
-    Unanswered,
-)
 
 BEAT_S = 0.1
 """How often unconfirmed deltas and silent gateways are looked for."""
@@ -125,7 +66,7 @@ class ReplicaCore:
         self._round_trip_s = -inf
         self._silence_counts_from_s = -inf
         self._beat_due_s = inf
-        self._reported: ReportLoad | None = None
+        self._reported: ev.ReportLoad | None = None
 
     # ---------------------------------------------------------------------------------------------------------- views
 
@@ -162,57 +103,57 @@ class ReplicaCore:
 
     # ----------------------------------------------------------------------------------------------------------- step
 
-    def step(self, now_s: float, event: ReplicaEvent) -> list[ReplicaCommand]:
+    def step(self, now_s: float, event: ev.ReplicaEvent) -> list[ev.ReplicaCommand]:
         """Takes one event; returns what to do, in order."""
-        out: list[ReplicaCommand] = []
+        out: list[ev.ReplicaCommand] = []
         self._do_what_is_due(now_s, out)
         match event:
-            case Opened():
+            case ev.Opened():
                 self._open(event)
-            case TicketPulled():
+            case ev.TicketPulled():
                 self._planner.found(now_s, event.sla_class, event.lane)
                 self._take_ticket(now_s, event.ticket, event.token, event.deliveries, out)
-            case PullExpired():
+            case ev.PullExpired():
                 self._planner.expired(now_s, event.sla_class, event.lane, event.credits)
-            case ClaimAnswered():
+            case ev.ClaimAnswered():
                 self._claim_answered(now_s, event, out)
-            case ClaimUnanswered():
+            case ev.ClaimUnanswered():
                 self._claim_unanswered(event, out)
-            case HandReceived():
+            case ev.HandReceived():
                 self._take_hand(now_s, event.hand, out)
-            case EngineStepped():
+            case ev.EngineStepped():
                 self._engine_stepped(now_s, event.deltas, out)
-            case EngineFailed():
+            case ev.EngineFailed():
                 self._engine_failed(now_s, event.message, out)
-            case BackReceived():
+            case ev.BackReceived():
                 self._take_back(now_s, event.back, out)
-            case PoolChanged():
+            case ev.PoolChanged():
                 self._planner.set_pool(event.weights, event.waiting)
                 self._share = event.share
-            case ConcurrencySet():
+            case ev.ConcurrencySet():
                 self._slots = event.slots
-            case KvResized():
+            case ev.KvResized():
                 self._kv_pages = event.kv_pages
                 self._planner.set_kv_pages(event.kv_pages)
-            case DrainStarted():
+            case ev.DrainStarted():
                 self._draining = True
                 self._drained = False
                 self._drain_deadline_s = event.deadline_s
-            case BusReconnected():
-                self._silence_counts_from_s = now_s + RECONNECT_GRACE_S
+            case ev.BusReconnected():
+                self._silence_counts_from_s = now_s + ev.RECONNECT_GRACE_S
                 self._planner.rearm()
-            case BusRoundTripMade():
-                if now_s - self._round_trip_s > ROUND_TRIP_FRESH_S:
+            case ev.BusRoundTripMade():
+                if now_s - self._round_trip_s > ev.ROUND_TRIP_FRESH_S:
                     self._silence_counts_from_s = max(self._silence_counts_from_s, now_s)
                 self._round_trip_s = now_s
-            case Ticked():
+            case ev.Ticked():
                 pass
             case _:
                 assert_never(event)
         self._settle(now_s, out)
         return out
 
-    def _open(self, event: Opened) -> None:
+    def _open(self, event: ev.Opened) -> None:
         self._serving = True
         self._draining = self._drained = False
         self._drain_deadline_s = inf
@@ -221,7 +162,7 @@ class ReplicaCore:
         self._block_size = event.block_size
         self._planner.open(kv_pages=event.kv_pages, block_size=event.block_size, max_context_len=event.max_context_len)
 
-    def _do_what_is_due(self, now_s: float, out: list[ReplicaCommand]) -> None:
+    def _do_what_is_due(self, now_s: float, out: list[ev.ReplicaCommand]) -> None:
         if self._draining and not self._drained and now_s >= self._drain_deadline_s:
             self._give_back(now_s, out)
         if now_s >= self._gather_due_s:
@@ -231,7 +172,7 @@ class ReplicaCore:
         while self._ended and next(iter(self._ended.values())) <= now_s:
             self._ended.popitem(last=False)
 
-    def _settle(self, now_s: float, out: list[ReplicaCommand]) -> None:
+    def _settle(self, now_s: float, out: list[ev.ReplicaCommand]) -> None:
         """What follows from the state after any event: starts, pulls, the end of a drain, the load."""
         if self._waiting:
             self._start_what_fits(out)
@@ -247,8 +188,8 @@ class ReplicaCore:
             self._tell_of_room(now_s, out)
         if self._draining and not self._drained and not self._requests and not self._planner.outstanding:
             self._drained = True
-            out.append(ReportDrained(0))
-        load = ReportLoad(running=active, slots=self._slots, kv_pages_free=max(0, free_pages))
+            out.append(ev.ReportDrained(0))
+        load = ev.ReportLoad(running=active, slots=self._slots, kv_pages_free=max(0, free_pages))
         if load != self._reported:
             self._reported = load
             out.append(load)
@@ -259,7 +200,9 @@ class ReplicaCore:
 
     # ------------------------------------------------------------------------------------------------ tickets, claims
 
-    def _take_ticket(self, now_s: float, ticket: Ticket, token: str, deliveries: int, out: list[ReplicaCommand]) -> None:
+    def _take_ticket(
+        self, now_s: float, ticket: m.Ticket, token: str, deliveries: int, out: list[ev.ReplicaCommand]
+    ) -> None:
         if not self._serving or self._drained:
             return  # Left to be redelivered to somebody who serves.
         key = (ticket.request, ticket.attempt)
@@ -268,13 +211,13 @@ class ReplicaCore:
             held.tokens.append(token)
             held.deliveries = max(held.deliveries, deliveries)
         elif held is not None or key in self._ended:
-            out.append(AckTicket(token))
+            out.append(ev.AckTicket(token))
         else:
             held = self._begin_claim(ticket, out)
             held.tokens.append(token)
             held.deliveries = deliveries
 
-    def _take_hand(self, now_s: float, hand: Hand, out: list[ReplicaCommand]) -> None:
+    def _take_hand(self, now_s: float, hand: m.Hand, out: list[ev.ReplicaCommand]) -> None:
         """Begins what was handed over, or says at once that there is no room. A second copy of it changes nothing."""
         link = self._link(now_s, hand.ingress)
         link.hands = max(link.hands, hand.number)
@@ -286,21 +229,21 @@ class ReplicaCore:
         room = room and pages >= self._planner.aged_pages
         if not room or not self._serving or self._draining or self._share <= 0 or key in self._ended:
             self._remember(now_s, key)
-            gone = Gone(request=grant.request, attempt=grant.attempt, full=True)
+            gone = m.Gone(request=grant.request, attempt=grant.attempt, full=True)
             self._send(now_s, hand.ingress, [], out, gone=(gone,))
             return
         held = HeldRequest(grant.request, grant.attempt, hand.ingress, hand.profile, pages)
         self._requests[held.key] = held
         self._begin(now_s, held, grant, out)
 
-    def _word_of_room(self, ingress: IngressId, link: _Link) -> Room | None:
+    def _word_of_room(self, ingress: IngressId, link: _Link) -> m.Room | None:
         room = self._room(link)
         self._told_full.pop(ingress, None)
         if room is not None and room.slots == 0:
             self._told_full[ingress] = None
         return room
 
-    def _tell_of_room(self, now_s: float, out: list[ReplicaCommand]) -> None:
+    def _tell_of_room(self, now_s: float, out: list[ev.ReplicaCommand]) -> None:
         """Slots came free: as many gateways as there are, in turn, of those that were last told of none. They may have
         requests parked, and would hear of it only with their next frames."""
         free_slots = self._planner.slots_nobody_waits_for(self._slots - self._active)
@@ -308,20 +251,20 @@ class ReplicaCore:
             for ingress in list(self._told_full)[:free_slots]:
                 self._send(now_s, ingress, [], out)
 
-    def _room(self, link: _Link) -> Room | None:
+    def _room(self, link: _Link) -> m.Room | None:
         """What one gateway may hand over: an even share of what is free, as far as nobody waits in the queue for it."""
         if not self._serving or self._draining or self._share <= 0:
             return None
         sharing = len(self._links)
         free_slots = self._planner.slots_nobody_waits_for(self._slots - self._active)
-        return Room(
+        return m.Room(
             hands=link.hands,
             slots=-(-free_slots // sharing) if free_slots > 0 else 0,
             pages=max(0, self._kv_pages - self._pages_held) // sharing,
             tokens=max(0, BACKLOG_TOKENS_MAX - self._backlog_tokens),
         )
 
-    def _begin_claim(self, ticket: Ticket, out: list[ReplicaCommand]) -> HeldRequest:
+    def _begin_claim(self, ticket: m.Ticket, out: list[ev.ReplicaCommand]) -> HeldRequest:
         held = HeldRequest(
             request=ticket.request,
             attempt=ticket.attempt,
@@ -334,28 +277,28 @@ class ReplicaCore:
         self._claim(held, out)
         return held
 
-    def _pages(self, profile: RequestProfile) -> int:
+    def _pages(self, profile: m.RequestProfile) -> int:
         return min(max(1, profile.kv_pages_needed), self._kv_pages)
 
-    def _claim(self, held: HeldRequest, out: list[ReplicaCommand]) -> None:
+    def _claim(self, held: HeldRequest, out: list[ev.ReplicaCommand]) -> None:
         part = len(held.parts)
-        claim = Claim(request=held.request, attempt=held.attempt, replica=self._replica, part=part, adapters=True)
-        out.append(SendClaim(held.ingress, claim))
+        claim = m.Claim(request=held.request, attempt=held.attempt, replica=self._replica, part=part, adapters=True)
+        out.append(ev.SendClaim(held.ingress, claim))
 
-    def _claim_answered(self, now_s: float, event: ClaimAnswered, out: list[ReplicaCommand]) -> None:
+    def _claim_answered(self, now_s: float, event: ev.ClaimAnswered, out: list[ev.ReplicaCommand]) -> None:
         held = self._requests.get((event.request, event.attempt))
         if held is None or held.phase is not Phase.CLAIMING:
             return  # A second grant of the same attempt is ignored.
         match event.reply:
-            case Refusal(reason=RefusalReason.DEAD):
+            case m.Refusal(reason=m.RefusalReason.DEAD):
                 self._serving = False
-                out.append(ExitReplica())
-            case Refusal():
+                out.append(ev.ExitReplica())
+            case m.Refusal():
                 self._drop(held)
                 self._ack(held, out)
-            case Grant() as grant if grant.part != len(held.parts):
+            case m.Grant() as grant if grant.part != len(held.parts):
                 pass  # An answer to a claim of a part that we have: its own repeat is under way.
-            case Grant() as grant:
+            case m.Grant() as grant:
                 held.parts.append(grant)
                 held.tries = 1
                 if len(held.parts) < grant.parts:
@@ -365,7 +308,7 @@ class ReplicaCore:
             case _:
                 assert_never(event.reply)
 
-    def _granted(self, now_s: float, held: HeldRequest, out: list[ReplicaCommand]) -> None:
+    def _granted(self, now_s: float, held: HeldRequest, out: list[ev.ReplicaCommand]) -> None:
         self._ack(held, out)
         if held.cancelled:
             self._drop(held)
@@ -377,7 +320,7 @@ class ReplicaCore:
                 self._end(now_s, older, out)
         self._begin(now_s, held, held.whole_grant(), out)
 
-    def _begin(self, now_s: float, held: HeldRequest, grant: Grant, out: list[ReplicaCommand]) -> None:
+    def _begin(self, now_s: float, held: HeldRequest, grant: m.Grant, out: list[ev.ReplicaCommand]) -> None:
         link = self._link(now_s, held.ingress)
         if not link.granted:
             link.heard_s = now_s  # It had no reason to send us ``Held`` before.
@@ -390,7 +333,7 @@ class ReplicaCore:
         self._count(held)
         self._start_what_fits(out)
 
-    def _start_what_fits(self, out: list[ReplicaCommand]) -> None:
+    def _start_what_fits(self, out: list[ev.ReplicaCommand]) -> None:
         """Gives the engine what was granted, in its order, as far as all that each may need is free: more than one pull may
         bring a ticket for the same pages, and an engine that has begun too much preempts what already runs (KVC-6).
 
@@ -401,7 +344,7 @@ class ReplicaCore:
             if self._pages_started and self._pages_started + held.pages > self._kv_pages:
                 return
             assert held.waits is not None
-            out.append(StartRequest(held.waits, held.profile))
+            out.append(ev.StartRequest(held.waits, held.profile))
             self._no_longer_waits(held)
             self._count(held)
 
@@ -409,36 +352,36 @@ class ReplicaCore:
         self._waiting.pop(held.key, None)
         held.waits = None
 
-    def _claim_unanswered(self, event: ClaimUnanswered, out: list[ReplicaCommand]) -> None:
+    def _claim_unanswered(self, event: ev.ClaimUnanswered, out: list[ev.ReplicaCommand]) -> None:
         held = self._requests.get((event.request, event.attempt))
         if held is None or held.phase is not Phase.CLAIMING:
             return
-        if event.kind is Unanswered.TIMEOUT and held.tries < CLAIM_TRIES_MAX:
+        if event.kind is ev.Unanswered.TIMEOUT and held.tries < ev.CLAIM_TRIES_MAX:
             held.tries += 1
             self._claim(held, out)
             return
         # If the gateway did grant it, its next ``Held`` names it and hears ``Gone``; else the ticket comes again.
         self._drop(held)
-        if held.deliveries >= DELIVERIES_MAX:
+        if held.deliveries >= ev.DELIVERIES_MAX:
             self._ack(held, out)
 
     @staticmethod
-    def _ack(held: HeldRequest, out: list[ReplicaCommand]) -> None:
-        out.extend(AckTicket(token) for token in held.tokens)
+    def _ack(held: HeldRequest, out: list[ev.ReplicaCommand]) -> None:
+        out.extend(ev.AckTicket(token) for token in held.tokens)
         held.tokens = []
 
     # --------------------------------------------------------------------------------------------------------- tokens
 
-    def _engine_stepped(self, now_s: float, deltas: tuple[Delta, ...], out: list[ReplicaCommand]) -> None:
-        by_ingress: dict[IngressId, list[Delta]] = {}
+    def _engine_stepped(self, now_s: float, deltas: tuple[m.Delta, ...], out: list[ev.ReplicaCommand]) -> None:
+        by_ingress: dict[IngressId, list[m.Delta]] = {}
         for delta in deltas:
             held = self._requests.get((delta.request, delta.attempt))
             if held is None or held.phase is not Phase.RUNNING:
                 continue  # Aborted while this step ran.
             fault = held.fault_of(delta)
             if fault:
-                out.append(AbortRequest(held.request, held.attempt))
-                delta = held.failure(FailureKind.SICK, fault, code="engine_fault")
+                out.append(ev.AbortRequest(held.request, held.attempt))
+                delta = held.failure(m.FailureKind.SICK, fault, code="engine_fault")
             first = not held.next_indexes
             held.note(delta)
             if held.grow(self._block_size, self._kv_pages) or first or delta.end:
@@ -451,15 +394,15 @@ class ReplicaCore:
         for ingress, fresh in by_ingress.items():
             self._send(now_s, ingress, fresh, out)
 
-    def _gather(self, now_s: float, held: HeldRequest, delta: Delta, by_ingress: dict[IngressId, list[Delta]]) -> None:
+    def _gather(self, now_s: float, held: HeldRequest, delta: m.Delta, by_ingress: dict[IngressId, list[m.Delta]]) -> None:
         held.gathered.append(delta)
         if delta.end:
             self._let_out(now_s, held, by_ingress)
         elif held.key not in self._gathering:
             self._gathering[held.key] = held
-            self._gather_due_s = min(self._gather_due_s, now_s + (GATHER_S if held.begun else GATHER_FIRST_S))
+            self._gather_due_s = min(self._gather_due_s, now_s + (ev.GATHER_S if held.begun else ev.GATHER_FIRST_S))
 
-    def _let_out(self, now_s: float, held: HeldRequest, by_ingress: dict[IngressId, list[Delta]]) -> list[Delta]:
+    def _let_out(self, now_s: float, held: HeldRequest, by_ingress: dict[IngressId, list[m.Delta]]) -> list[m.Delta]:
         """Puts what was gathered of a request before what follows; returns where that goes."""
         out = by_ingress.setdefault(held.ingress, [])
         if held.gathered:
@@ -470,23 +413,23 @@ class ReplicaCore:
             out.append(delta)
         return out
 
-    def _send_gathered(self, now_s: float, out: list[ReplicaCommand]) -> None:
-        by_ingress: dict[IngressId, list[Delta]] = {}
+    def _send_gathered(self, now_s: float, out: list[ev.ReplicaCommand]) -> None:
+        by_ingress: dict[IngressId, list[m.Delta]] = {}
         for held in list(self._gathering.values()):
             self._let_out(now_s, held, by_ingress)
         self._gather_due_s = inf
         for ingress, fresh in by_ingress.items():
             self._send(now_s, ingress, fresh, out)
 
-    def _engine_failed(self, now_s: float, message: str, out: list[ReplicaCommand]) -> None:
+    def _engine_failed(self, now_s: float, message: str, out: list[ev.ReplicaCommand]) -> None:
         """What runs ends as sick; what is being claimed is left to be redelivered, or is ``Gone``."""
         self._serving = False
-        by_ingress: dict[IngressId, list[Delta]] = {}
+        by_ingress: dict[IngressId, list[m.Delta]] = {}
         for held in list(self._requests.values()):
             if held.phase is Phase.CLAIMING:
                 self._drop(held)
             elif held.phase is Phase.RUNNING:
-                delta = held.failure(FailureKind.SICK, message, code="engine_failed")
+                delta = held.failure(m.FailureKind.SICK, message, code="engine_failed")
                 self._no_longer_waits(held)
                 held.note(delta)
                 self._count(held)
@@ -499,10 +442,10 @@ class ReplicaCore:
         self,
         now_s: float,
         ingress: IngressId,
-        deltas: list[Delta],
-        out: list[ReplicaCommand],
+        deltas: list[m.Delta],
+        out: list[ev.ReplicaCommand],
         *,
-        gone: tuple[Gone, ...] = (),
+        gone: tuple[m.Gone, ...] = (),
     ) -> None:
         """One message of frames, or as many as its bounds ask for; one even if it says nothing."""
         link = self._link(now_s, ingress)
@@ -511,27 +454,27 @@ class ReplicaCore:
         size = 0
         for end in range(len(deltas) + 1):
             last = end == len(deltas)
-            if last or end - first >= FRAME_DELTAS_MAX or size >= FRAME_BYTES_MAX:
+            if last or end - first >= ev.FRAME_DELTAS_MAX or size >= ev.FRAME_BYTES_MAX:
                 link.frames_sent += 1
-                frames = Frames(
+                frames = m.Frames(
                     replica=self._replica,
                     sequence=link.frames_sent,
                     deltas=tuple(deltas[first:end]),
                     gone=gone if last else (),
                     room=self._word_of_room(ingress, link) if last else None,
                 )
-                out.append(SendFrames(ingress, frames))
+                out.append(ev.SendFrames(ingress, frames))
                 first, size = end, 0
             if not last:
                 size += len(deltas[end].text) + len(deltas[end].detail)
 
     # ------------------------------------------------------------------------------------------- what gateways tell us
 
-    def _take_back(self, now_s: float, back: Back, out: list[ReplicaCommand]) -> None:
+    def _take_back(self, now_s: float, back: m.Back, out: list[ev.ReplicaCommand]) -> None:
         match back:
-            case Held():
+            case m.Held():
                 self._take_held(now_s, back, out)
-            case Cancel():
+            case m.Cancel():
                 held = self._requests.get((back.request, back.attempt))
                 if held is None:
                     return
@@ -539,10 +482,10 @@ class ReplicaCore:
                     held.cancelled = True  # Its grant may be on its way.
                 else:
                     self._end(now_s, held, out)
-            case Resend():
+            case m.Resend():
                 held = self._requests.get((back.request, back.attempt))
                 if held is None:
-                    gone = Gone(request=back.request, attempt=back.attempt)
+                    gone = m.Gone(request=back.request, attempt=back.attempt)
                     self._remember(now_s, (back.request, back.attempt))
                     self._send(now_s, back.ingress, [], out, gone=(gone,))
                     return
@@ -558,7 +501,7 @@ class ReplicaCore:
             case _:
                 assert_never(back)
 
-    def _take_held(self, now_s: float, back: Held, out: list[ReplicaCommand]) -> None:
+    def _take_held(self, now_s: float, back: m.Held, out: list[ev.ReplicaCommand]) -> None:
         link = self._link(now_s, back.ingress)
         if back.sequence <= link.held_sequence:
             return  # Late or doubled: what it names may be over.
@@ -566,7 +509,7 @@ class ReplicaCore:
         link.heard_s = now_s
         link.hands = max(link.hands, back.hands)
         named: set[Key] = set()
-        gone: list[Gone] = []
+        gone: list[m.Gone] = []
         for entry in back.entries:
             key = (entry.request, entry.attempt)
             named.add(key)
@@ -574,25 +517,25 @@ class ReplicaCore:
             if held is None:
                 # Never claimed again from here on: the gateway moves to the next attempt when it hears this.
                 self._remember(now_s, key)
-                gone.append(Gone(request=entry.request, attempt=entry.attempt))
+                gone.append(m.Gone(request=entry.request, attempt=entry.attempt))
             else:
                 held.unnamed = 0
                 held.outbox = [kept for kept in held.outbox if not kept.confirmed_by(entry.next_indexes)]
         for held in list(self._requests.values()):
             if held.ingress == back.ingress and held.phase is not Phase.CLAIMING and held.key not in named:
                 held.unnamed += 1
-                if held.unnamed >= UNNAMED_HELD_MAX:
+                if held.unnamed >= ev.UNNAMED_HELD_MAX:
                     self._end(now_s, held, out)
         self._send(now_s, back.ingress, [], out, gone=tuple(gone))
 
-    def _beat(self, now_s: float, out: list[ReplicaCommand]) -> None:
+    def _beat(self, now_s: float, out: list[ev.ReplicaCommand]) -> None:
         """Sends again what stays unconfirmed; ends what belongs to a gateway that fell silent."""
         self._beat_due_s = now_s + BEAT_S
-        bus_works = now_s - self._round_trip_s <= ROUND_TRIP_FRESH_S
+        bus_works = now_s - self._round_trip_s <= ev.ROUND_TRIP_FRESH_S
         for ingress, link in list(self._links.items()):
             silent_s = now_s - max(link.heard_s, self._silence_counts_from_s)
             theirs = self._granted_by(ingress) if link.granted else []
-            if theirs and bus_works and silent_s > HELD_SILENCE_S:
+            if theirs and bus_works and silent_s > ev.HELD_SILENCE_S:
                 for held in theirs:
                     self._end(now_s, held, out)
             elif not theirs and now_s - link.heard_s > LINK_IDLE_S:
@@ -604,23 +547,23 @@ class ReplicaCore:
     def _granted_by(self, ingress: IngressId) -> list[HeldRequest]:
         return [h for h in self._requests.values() if h.ingress == ingress and h.phase is not Phase.CLAIMING]
 
-    def _send_again(self, now_s: float, ingress: IngressId, theirs: list[HeldRequest], out: list[ReplicaCommand]) -> None:
-        late = [kept for held in theirs for kept in held.outbox if now_s - kept.sent_s >= CONFIRM_S]
-        late = late[:FRAME_DELTAS_MAX]  # One message per beat: a gateway that was away is not buried.
+    def _send_again(self, now_s: float, ingress: IngressId, theirs: list[HeldRequest], out: list[ev.ReplicaCommand]) -> None:
+        late = [kept for held in theirs for kept in held.outbox if now_s - kept.sent_s >= ev.CONFIRM_S]
+        late = late[: ev.FRAME_DELTAS_MAX]  # One message per beat: a gateway that was away is not buried.
         for kept in late:
             kept.sent_s = now_s
         link = self._links[ingress]
-        if late or (theirs and now_s - max(link.heard_s, link.sent_s) >= ASK_S):
+        if late or (theirs and now_s - max(link.heard_s, link.sent_s) >= ev.ASK_S):
             self._send(now_s, ingress, [kept.delta for kept in late], out)
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def _give_back(self, now_s: float, out: list[ReplicaCommand]) -> None:
+    def _give_back(self, now_s: float, out: list[ev.ReplicaCommand]) -> None:
         """The bound of a drain: what is left goes on elsewhere, or ends, as its gateway decides."""
         self._drained = True
-        by_ingress: dict[IngressId, list[Gone]] = {}
+        by_ingress: dict[IngressId, list[m.Gone]] = {}
         for held in list(self._requests.values()):
-            by_ingress.setdefault(held.ingress, []).append(Gone(request=held.request, attempt=held.attempt))
+            by_ingress.setdefault(held.ingress, []).append(m.Gone(request=held.request, attempt=held.attempt))
             if held.phase is Phase.CLAIMING:
                 self._drop(held)
                 self._remember(now_s, held.key)
@@ -628,11 +571,11 @@ class ReplicaCore:
                 self._end(now_s, held, out)
         for ingress, gone in by_ingress.items():
             self._send(now_s, ingress, [], out, gone=tuple(gone))
-        out.append(ReportDrained(sum(len(gone) for gone in by_ingress.values())))
+        out.append(ev.ReportDrained(sum(len(gone) for gone in by_ingress.values())))
 
-    def _end(self, now_s: float, held: HeldRequest, out: list[ReplicaCommand]) -> None:
+    def _end(self, now_s: float, held: HeldRequest, out: list[ev.ReplicaCommand]) -> None:
         if held.phase is Phase.RUNNING and held.waits is None:
-            out.append(AbortRequest(held.request, held.attempt))
+            out.append(ev.AbortRequest(held.request, held.attempt))
         self._drop(held)
         self._remember(now_s, held.key)
 
@@ -646,8 +589,8 @@ class ReplicaCore:
 
     def _remember(self, now_s: float, key: Key) -> None:
         self._ended.pop(key, None)
-        self._ended[key] = now_s + ENDED_S
-        while len(self._ended) > ENDED_MAX:
+        self._ended[key] = now_s + ev.ENDED_S
+        while len(self._ended) > ev.ENDED_MAX:
             self._ended.popitem(last=False)
 
     def _link(self, now_s: float, ingress: IngressId) -> _Link:

@@ -10,8 +10,8 @@ from enum import Enum
 
 import msgspec
 
+from subjects import messages as m
 from subjects.ids import IngressId, RequestId
-from subjects.messages import Back, Claim, ClaimReply, Delta, Frames, Grant, Hand, Lane, RequestProfile, SlaClass, Ticket
 
 CLAIM_TIMEOUT_S = 1.0
 """What the shell waits for the answer of a claim."""
@@ -57,9 +57,9 @@ class Opened(msgspec.Struct, frozen=True):
 class TicketPulled(msgspec.Struct, frozen=True):
     """A pull brought a ticket (one credit spent). ``token`` acknowledges it."""
 
-    sla_class: SlaClass
-    lane: Lane
-    ticket: Ticket
+    sla_class: m.SlaClass
+    lane: m.Lane
+    ticket: m.Ticket
     token: str
     deliveries: int
 
@@ -67,8 +67,8 @@ class TicketPulled(msgspec.Struct, frozen=True):
 class PullExpired(msgspec.Struct, frozen=True):
     """A pull ended with ``credits`` unused; also when it could not be sent, and when the bus lost it."""
 
-    sla_class: SlaClass
-    lane: Lane
+    sla_class: m.SlaClass
+    lane: m.Lane
     credits: int
 
 
@@ -77,7 +77,7 @@ class ClaimAnswered(msgspec.Struct, frozen=True):
 
     request: RequestId
     attempt: int
-    reply: ClaimReply
+    reply: m.ClaimReply
 
 
 class Unanswered(Enum):
@@ -99,13 +99,13 @@ class ClaimUnanswered(msgspec.Struct, frozen=True):
 class HandReceived(msgspec.Struct, frozen=True):
     """A gateway hands a request over."""
 
-    hand: Hand
+    hand: m.Hand
 
 
 class EngineStepped(msgspec.Struct, frozen=True):
     """What the engine generated in one step."""
 
-    deltas: tuple[Delta, ...]
+    deltas: tuple[m.Delta, ...]
 
 
 class EngineFailed(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class EngineFailed(msgspec.Struct, frozen=True):
 class BackReceived(msgspec.Struct, frozen=True):
     """A gateway's ``Held``, ``Resend`` or ``Cancel``."""
 
-    back: Back
+    back: m.Back
 
 
 class PoolChanged(msgspec.Struct, frozen=True):
@@ -126,8 +126,8 @@ class PoolChanged(msgspec.Struct, frozen=True):
     ``waiting`` lists the queues of this model where tickets wait, as the gateways report them; None when nobody says.
     """
 
-    weights: Mapping[SlaClass, int]
-    waiting: tuple[tuple[SlaClass, Lane], ...] | None = None
+    weights: Mapping[m.SlaClass, int]
+    waiting: tuple[tuple[m.SlaClass, m.Lane], ...] | None = None
     share: float = 1.0
     """This replica's routing weight, over the largest of its model's replicas: it pulls requests for this part of its slots.
     0: it takes nothing new, and keeps what it has."""
@@ -189,8 +189,8 @@ ReplicaEvent = (
 class Pull(msgspec.Struct, frozen=True):
     """Ask the work-queue for tickets. Each credit comes back as one ``TicketPulled`` or inside a ``PullExpired``."""
 
-    sla_class: SlaClass
-    lane: Lane
+    sla_class: m.SlaClass
+    lane: m.Lane
     credits: int
     expires_s: float
 
@@ -202,7 +202,7 @@ class SendClaim(msgspec.Struct, frozen=True):
     """
 
     ingress: IngressId
-    claim: Claim
+    claim: m.Claim
 
 
 class AckTicket(msgspec.Struct, frozen=True):
@@ -214,8 +214,8 @@ class AckTicket(msgspec.Struct, frozen=True):
 class StartRequest(msgspec.Struct, frozen=True):
     """Give the request to the engine; ``grant`` is whole (``parts == 1``)."""
 
-    grant: Grant
-    profile: RequestProfile
+    grant: m.Grant
+    profile: m.RequestProfile
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ class SendFrames(msgspec.Struct, frozen=True):
     """Send on ``out.<ingress>``; at most once, no answer."""
 
     ingress: IngressId
-    frames: Frames
+    frames: m.Frames
 
 
 class ReportLoad(msgspec.Struct, frozen=True):

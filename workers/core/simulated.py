@@ -26,8 +26,8 @@ import msgspec
 
 from profiles.costs import sums_of, work_s
 from profiles.estimate import SIMULATED
+from subjects import messages as m
 from subjects.ids import RequestId
-from subjects.messages import Delta, Endpoint, Failure, FailureKind, StepCosts, StepSums, Usage
 from workers.core.embeddings import EncodingFormat, embedding_deltas, write_vector
 
 CHOICES_MAX = 128
@@ -148,10 +148,10 @@ class SimulatedProfile:
             raise ValueError(f"mode {self.mode!r}: use 'hash' or 'instant'")
 
     @property
-    def costs(self) -> StepCosts:
+    def costs(self) -> m.StepCosts:
         """What steps take."""
         scale = self.time_scale
-        return StepCosts(**{part: scale * getattr(self, part) for part in StepCosts.__struct_fields__})
+        return m.StepCosts(**{part: scale * getattr(self, part) for part in m.StepCosts.__struct_fields__})
 
 
 _OPTION_KINDS: dict[str, type] = {
@@ -229,7 +229,7 @@ class SimulatedRequest:
     sent_tokens: int = 0
     first_token_s: float = 0.0
     token_s: float = 0.0
-    fail: FailureKind | None = None
+    fail: m.FailureKind | None = None
     fail_after_tokens: int = 0
     vectors: tuple[bytes, ...] = ()
     longest_input_tokens: int = 0
@@ -239,7 +239,7 @@ class _Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body's extra field ``carpool_sim``, honoured only by this engine."""
 
     tokens: int | None = None
-    fail: FailureKind | None = None
+    fail: m.FailureKind | None = None
     fail_after_tokens: int = 0
     first_token_s: float = 0.0
     token_s: float = 0.0
@@ -272,11 +272,11 @@ def parse_request(
     *,
     request: RequestId,
     attempt: int,
-    endpoint: Endpoint,
+    endpoint: m.Endpoint,
     body: bytes,
     sent_token_ids: tuple[int, ...] = (),
     max_tokens: int = 0,
-) -> SimulatedRequest | Failure:
+) -> SimulatedRequest | m.Failure:
     """What an OpenAI body asks of the simulated engine, or why it is refused (the text never quotes the body).
 
     ``max_tokens`` above zero bounds the whole answer; else the body's own field does. The answer is that long, unless the
@@ -287,11 +287,11 @@ def parse_request(
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _bad_request("the body is not a JSON object of the expected shape")
     script = parsed.carpool_sim or _Script()
-    if endpoint is Endpoint.EMBEDDINGS:
+    if endpoint is m.Endpoint.EMBEDDINGS:
         return _parse_embeddings(request, attempt, parsed, script)
     counted = _count_prompt(endpoint, parsed)
     if counted is None:
-        return _bad_request("the body holds no messages" if endpoint is Endpoint.CHAT else "the body holds no prompt")
+        return _bad_request("the body holds no messages" if endpoint is m.Endpoint.CHAT else "the body holds no prompt")
     input_tokens, prompts = counted
     named = parsed.max_tokens if parsed.max_completion_tokens is None else parsed.max_completion_tokens
     asked = max_tokens or (DEFAULT_OUTPUT_TOKENS if named is None else named)
@@ -301,7 +301,7 @@ def parse_request(
     if sent_token_ids and choices > 1:
         return _bad_request("several choices cannot be continued")
     if any(token != expected_token(request, index) for index, token in enumerate(sent_token_ids)):
-        return Failure(kind=FailureKind.SICK, message="the tokens already sent are not those of this request")
+        return m.Failure(kind=m.FailureKind.SICK, message="the tokens already sent are not those of this request")
     return SimulatedRequest(
         request=request,
         attempt=attempt,
@@ -317,7 +317,7 @@ def parse_request(
     )
 
 
-def _parse_embeddings(request: RequestId, attempt: int, body: _Body, script: _Script) -> SimulatedRequest | Failure:
+def _parse_embeddings(request: RequestId, attempt: int, body: _Body, script: _Script) -> SimulatedRequest | m.Failure:
     dimensions = EMBEDDING_DIMENSIONS if body.dimensions is None else body.dimensions
     if not 1 <= dimensions <= EMBEDDING_DIMENSIONS:
         return _bad_request(f"dimensions must be from 1 to {EMBEDDING_DIMENSIONS} for this model")
@@ -345,22 +345,22 @@ def _parse_embeddings(request: RequestId, attempt: int, body: _Body, script: _Sc
     )
 
 
-def _bad_request(message: str) -> Failure:
-    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400)
+def _bad_request(message: str) -> m.Failure:
+    return m.Failure(kind=m.FailureKind.BAD_REQUEST, message=message, status=400)
 
 
 def _text_tokens(text: str) -> int:
     return ceil(len(text.encode(errors="surrogatepass")) / BYTES_PER_TOKEN)
 
 
-def _count_prompt(endpoint: Endpoint, body: _Body) -> tuple[int, int] | None:
+def _count_prompt(endpoint: m.Endpoint, body: _Body) -> tuple[int, int] | None:
     """Input tokens and how many prompts there are, or None when there is none."""
     match endpoint:
-        case Endpoint.CHAT:
+        case m.Endpoint.CHAT:
             if not body.messages:
                 return None
             return sum(MESSAGE_OVERHEAD_TOKENS + _content_tokens(message.content) for message in body.messages), 1
-        case Endpoint.COMPLETIONS:
+        case m.Endpoint.COMPLETIONS:
             if body.prompt is None or body.prompt == []:
                 return None
             if isinstance(body.prompt, str):
@@ -368,7 +368,7 @@ def _count_prompt(endpoint: Endpoint, body: _Body) -> tuple[int, int] | None:
             if all(isinstance(item, int) for item in body.prompt):
                 return len(body.prompt), 1
             return max(1, sum(_item_tokens(item) for item in body.prompt)), len(body.prompt)
-        case Endpoint.EMBEDDINGS:
+        case m.Endpoint.EMBEDDINGS:
             return None
         case _:
             assert_never(endpoint)
@@ -429,7 +429,7 @@ SimulatedEvent = RequestAdded | RequestAborted | KvResized | Ticked
 class EmitDeltas:
     """What one engine step brought."""
 
-    deltas: tuple[Delta, ...]
+    deltas: tuple[m.Delta, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +470,7 @@ class _Step:
     prefills: tuple[tuple[_Sequence, int], ...]
     """Sequences and the tokens of them that this step prefills."""
     decodes: tuple[_Sequence, ...]
-    does: StepSums
+    does: m.StepSums
 
 
 class SimulatedCore:
@@ -497,7 +497,7 @@ class SimulatedCore:
         """Time in which steps ran."""
         self.step_s = 0.0
         """Running mean of a step's time."""
-        self.sums = StepSums()
+        self.sums = m.StepSums()
         """Of all steps."""
 
     # ---- reads
@@ -661,13 +661,13 @@ class SimulatedCore:
         sequence.running = False
 
     @staticmethod
-    def _does(decodes: list[_Sequence], prefills: list[tuple[_Sequence, int]]) -> StepSums:
+    def _does(decodes: list[_Sequence], prefills: list[tuple[_Sequence, int]]) -> m.StepSums:
         prompt_tokens = prompt_tokens2 = 0
         for sequence, tokens in prefills:
             done = sequence.context - sequence.prefill_left
             prompt_tokens += tokens
             prompt_tokens2 += (done + tokens) ** 2 - done**2
-        return StepSums(
+        return m.StepSums(
             steps=1,
             prompt_tokens=prompt_tokens,
             prompt_tokens2=prompt_tokens2,
@@ -686,7 +686,7 @@ class SimulatedCore:
                 if sequence.prefill_left == 0 and sequence.not_before_s <= ended.end_s:
                     ready.append(sequence)
         ready += [sequence for sequence in ended.decodes if sequence.running]
-        deltas: list[Delta] = []
+        deltas: list[m.Delta] = []
         for sequence in ready:
             deltas += self._advance(sequence, ended.end_s)
         commands: list[SimulatedCommand] = [EmitDeltas(tuple(deltas))] if deltas else []
@@ -697,7 +697,7 @@ class SimulatedCore:
             self._frozen = True
         return commands
 
-    def _advance(self, sequence: _Sequence, now_s: float) -> list[Delta]:
+    def _advance(self, sequence: _Sequence, now_s: float) -> list[m.Delta]:
         """The next tokens of every choice of one sequence, or its failure."""
         asked = sequence.asked
         failure = self._failure_due(sequence)
@@ -707,7 +707,7 @@ class SimulatedCore:
         if asked.vectors:
             self._forget(sequence)
             self.tokens_made += 1
-            usage = Usage(prompt_tokens=asked.input_tokens, completion_tokens=0)
+            usage = m.Usage(prompt_tokens=asked.input_tokens, completion_tokens=0)
             return embedding_deltas(asked.request, asked.attempt, asked.vectors, usage)
         first = sequence.next_index
         units = min(self.profile.tokens_per_step, asked.tokens - first)
@@ -717,12 +717,12 @@ class SimulatedCore:
         ends = sequence.next_index >= asked.tokens
         if ends:
             self._forget(sequence)
-        deltas: list[Delta] = []
+        deltas: list[m.Delta] = []
         for choice in range(asked.choices):
             tokens = tuple(expected_token(asked.request, index, choice) for index in range(first, first + units))
             last = ends and choice == asked.choices - 1
             deltas.append(
-                Delta(
+                m.Delta(
                     request=asked.request,
                     attempt=asked.attempt,
                     choice=choice,
@@ -737,24 +737,24 @@ class SimulatedCore:
             )
         return deltas
 
-    def _failure_due(self, sequence: _Sequence) -> Failure | None:
+    def _failure_due(self, sequence: _Sequence) -> m.Failure | None:
         asked = sequence.asked
         if asked.fail is not None and sequence.next_index >= asked.fail_after_tokens:
-            status = {FailureKind.BAD_REQUEST: 400, FailureKind.SICK: 500, FailureKind.BUSY: 503}[asked.fail]
-            return Failure(kind=asked.fail, message="the request asked the simulated engine to fail", status=status)
+            status = {m.FailureKind.BAD_REQUEST: 400, m.FailureKind.SICK: 500, m.FailureKind.BUSY: 503}[asked.fail]
+            return m.Failure(kind=asked.fail, message="the request asked the simulated engine to fail", status=status)
         if not self.profile.fail_rate:
             return None
         # The index of the "choice" keeps this draw apart from the tokens themselves.
         draw = expected_token(asked.request, 0, choice=CHOICES_MAX) / (1 << TOKEN_BITS)
         if draw < self.profile.fail_rate:
-            return Failure(kind=FailureKind.SICK, message="the simulated engine failed, as its options ask")
+            return m.Failure(kind=m.FailureKind.SICK, message="the simulated engine failed, as its options ask")
         return None
 
-    def _closing(self, sequence: _Sequence, choice: int) -> Delta:
+    def _closing(self, sequence: _Sequence, choice: int) -> m.Delta:
         """The end of a choice whose tokens the client already has."""
         asked = sequence.asked
         last = choice == asked.choices - 1
-        return Delta(
+        return m.Delta(
             request=asked.request,
             attempt=asked.attempt,
             choice=choice,
@@ -766,7 +766,7 @@ class SimulatedCore:
         )
 
     @staticmethod
-    def _failed(asked: SimulatedRequest, index: int, failure: Failure) -> Delta:
+    def _failed(asked: SimulatedRequest, index: int, failure: m.Failure) -> m.Delta:
         return failure_delta(asked.request, asked.attempt, failure, index=index)
 
     @staticmethod
@@ -774,9 +774,9 @@ class SimulatedCore:
         return "length" if asked.tokens >= asked.max_tokens else "stop"
 
     @staticmethod
-    def _usage(asked: SimulatedRequest) -> Usage:
+    def _usage(asked: SimulatedRequest) -> m.Usage:
         """Of the whole answer: a continuation counts the tokens that an earlier attempt made."""
-        return Usage(prompt_tokens=asked.input_tokens, completion_tokens=asked.tokens * asked.choices)
+        return m.Usage(prompt_tokens=asked.input_tokens, completion_tokens=asked.tokens * asked.choices)
 
     # ---- pages
 
@@ -795,6 +795,6 @@ class SimulatedCore:
         return ceil(tokens / self.profile.block_size)
 
 
-def failure_delta(request: RequestId, attempt: int, failure: Failure, *, index: int) -> Delta:
+def failure_delta(request: RequestId, attempt: int, failure: m.Failure, *, index: int) -> m.Delta:
     """The one delta that ends a request with ``failure``; ``index`` is the next unit of its first choice."""
-    return Delta(request=request, attempt=attempt, first_token_index=index, units=0, end=True, failure=failure)
+    return m.Delta(request=request, attempt=attempt, first_token_index=index, units=0, end=True, failure=failure)

@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from subjects import messages as m
 from subjects.errors import EngineError
-from subjects.messages import Adapter, Delta, Endpoint, Failure, FailureKind, Task, Usage
 from subjects.tasks import end_tasks
 from workers.core.embeddings import EncodingFormat, embedding_deltas, rewritten
 from workers.core.refusals import client_message
@@ -47,9 +47,9 @@ EMBEDDINGS_BYTES_MAX = 128 * 1024 * 1024
 """Of one answer of a server with embeddings."""
 
 _PATHS = {
-    Endpoint.CHAT: "/chat/completions",
-    Endpoint.COMPLETIONS: "/completions",
-    Endpoint.EMBEDDINGS: "/embeddings",
+    m.Endpoint.CHAT: "/chat/completions",
+    m.Endpoint.COMPLETIONS: "/completions",
+    m.Endpoint.EMBEDDINGS: "/embeddings",
 }
 _BUSY = (429, 503)
 # The key and the model's name in the request are ours: the client can do nothing about these.
@@ -106,12 +106,12 @@ class OpenAiHttpEngine(TaskEngine):
 
     async def warm(self, tokens: int) -> None:
         """One short completion, chat where the server has no completions; or one embedding."""
-        if self._record.task is Task.EMBED:
+        if self._record.task is m.Task.EMBED:
             await self._warm_embedding()
             return
-        bodies: list[tuple[Endpoint, dict[str, Any]]] = [
-            (Endpoint.COMPLETIONS, {"prompt": "Hello"}),
-            (Endpoint.CHAT, {"messages": [{"role": "user", "content": "Hello"}]}),
+        bodies: list[tuple[m.Endpoint, dict[str, Any]]] = [
+            (m.Endpoint.COMPLETIONS, {"prompt": "Hello"}),
+            (m.Endpoint.CHAT, {"messages": [{"role": "user", "content": "Hello"}]}),
         ]
         reason = ""
         for endpoint, body in bodies:
@@ -128,7 +128,7 @@ class OpenAiHttpEngine(TaskEngine):
     async def _warm_embedding(self) -> None:
         body = {"model": self._model, "input": "Hello", "encoding_format": "float"}
         try:
-            reply = await self._client.post(self._url(Endpoint.EMBEDDINGS), json=body)
+            reply = await self._client.post(self._url(m.Endpoint.EMBEDDINGS), json=body)
             reason = f"status {reply.status_code}"
             if reply.status_code == 200:
                 vector = reply.json()["data"][0]["embedding"]
@@ -161,7 +161,7 @@ class OpenAiHttpEngine(TaskEngine):
             raise EngineError(f"{self._record.name}: the engine was not started")
         return self._http
 
-    def _url(self, endpoint: Endpoint) -> str:
+    def _url(self, endpoint: m.Endpoint) -> str:
         return f"{self._base}/v1{_PATHS[endpoint]}"
 
     async def _find_model(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class OpenAiHttpEngine(TaskEngine):
                         failure = _unknown_adapter(request.adapter)
                     answer.fail(failure)
                     return
-                if request.endpoint is Endpoint.EMBEDDINGS:
+                if request.endpoint is m.Endpoint.EMBEDDINGS:
                     answer.give_embeddings(*await _embeddings_of(reply, request.body))
                 else:
                     await self._read(reply, answer)
@@ -252,7 +252,7 @@ class OpenAiHttpEngine(TaskEngine):
         if request.adapter is not None:
             body["model"] = request.adapter.source
             body.pop("adapter", None)  # how a client may name it here; a server may refuse what it does not know
-        if request.endpoint is Endpoint.EMBEDDINGS:
+        if request.endpoint is m.Endpoint.EMBEDDINGS:
             return json.dumps(body, ensure_ascii=False).encode()
         options = body.get("stream_options")
         body["stream"] = True
@@ -289,20 +289,20 @@ class _Answer:
         self._request = request
         self._outbox = outbox
         self._next_index: dict[int, int] = {}
-        self._finishing: list[Delta] = []
-        self._usage: Usage | None = None
+        self._finishing: list[m.Delta] = []
+        self._usage: m.Usage | None = None
         self._ended = False
 
     def take(self, chunk: dict[str, Any]) -> None:
         usage = chunk.get("usage")
         if usage:
             details = usage.get("prompt_tokens_details") or {}
-            self._usage = Usage(
+            self._usage = m.Usage(
                 prompt_tokens=int(usage["prompt_tokens"]),
                 completion_tokens=int(usage.get("completion_tokens") or 0),
                 cached_tokens=int(details.get("cached_tokens") or 0),
             )
-        deltas: list[Delta] = []
+        deltas: list[m.Delta] = []
         for choice in chunk.get("choices") or ():
             delta = self._delta(choice)
             if delta is None:
@@ -312,7 +312,7 @@ class _Answer:
         if deltas:
             self._outbox.put(deltas)
 
-    def give_embeddings(self, vectors: Sequence[bytes], usage: Usage | None) -> None:
+    def give_embeddings(self, vectors: Sequence[bytes], usage: m.Usage | None) -> None:
         """The whole answer at once."""
         self._ended = True
         self._outbox.put(embedding_deltas(self._request.request, self._request.attempt, vectors, usage))
@@ -329,7 +329,7 @@ class _Answer:
         *others, last = self._finishing
         self._outbox.put([*others, msgspec.structs.replace(last, end=True, usage=self._usage)])
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: m.Failure) -> None:
         if self._ended:
             return
         self._ended = True
@@ -337,7 +337,7 @@ class _Answer:
         self._outbox.put(
             [
                 *self._finishing,
-                Delta(
+                m.Delta(
                     request=request.request,
                     attempt=request.attempt,
                     first_token_index=self._next_index.get(0, 0),
@@ -348,9 +348,9 @@ class _Answer:
             ]
         )
 
-    def _delta(self, choice: dict[str, Any]) -> Delta | None:
+    def _delta(self, choice: dict[str, Any]) -> m.Delta | None:
         index = int(choice.get("index") or 0)
-        if self._request.endpoint is Endpoint.CHAT:
+        if self._request.endpoint is m.Endpoint.CHAT:
             rest = {name: value for name, value in (choice.get("delta") or {}).items() if value not in (None, [], "")}
             text = rest.pop("content", "")
             rest.pop("role", None)
@@ -369,7 +369,7 @@ class _Answer:
             return None
         units = 1 if text or rest else 0
         self._next_index[index] += units
-        return Delta(
+        return m.Delta(
             request=self._request.request,
             attempt=self._request.attempt,
             choice=index,
@@ -401,7 +401,7 @@ class _EmbeddingsAsked(msgspec.Struct, frozen=True):
     encoding_format: EncodingFormat | None = None
 
 
-async def _embeddings_of(reply: httpx.Response, body: bytes) -> tuple[list[bytes], Usage | None]:
+async def _embeddings_of(reply: httpx.Response, body: bytes) -> tuple[list[bytes], m.Usage | None]:
     """The vectors in the order of the inputs, in the format that ``body`` asks for whatever the server knows of formats."""
     content = bytearray()
     async for piece in reply.aiter_bytes():
@@ -416,7 +416,7 @@ async def _embeddings_of(reply: httpx.Response, body: bytes) -> tuple[list[bytes
         raise ValueError("the answer does not have one vector for each input")
     vectors = [rewritten(bytes(embedding.embedding), asked.encoding_format or "float") for embedding in data]
     counted = answer.usage
-    return vectors, None if counted is None else Usage(prompt_tokens=counted.prompt_tokens, completion_tokens=0)
+    return vectors, None if counted is None else m.Usage(prompt_tokens=counted.prompt_tokens, completion_tokens=0)
 
 
 async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
@@ -436,7 +436,7 @@ async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
         yield bytes(pending)
 
 
-async def _failure_of(reply: httpx.Response) -> Failure:
+async def _failure_of(reply: httpx.Response) -> m.Failure:
     content = bytearray()
     with contextlib.suppress(httpx.HTTPError):
         async for piece in reply.aiter_bytes():
@@ -451,20 +451,20 @@ async def _failure_of(reply: httpx.Response) -> Failure:
     return _failure_from(error, reply.status_code)
 
 
-def _failure_from(error: Any, status: int) -> Failure:
+def _failure_from(error: Any, status: int) -> m.Failure:
     fields = error if isinstance(error, dict) else {"message": str(error)}
     code = fields.get("code")
     if isinstance(code, int) and 400 <= code < 600:
         status = code
     message = client_message(str(fields.get("message") or f"the server answered with status {status}"))
     if status in _BUSY:
-        kind = FailureKind.BUSY
+        kind = m.FailureKind.BUSY
     elif 400 <= status < 500 and status not in _NOT_THE_CLIENTS:
-        kind = FailureKind.BAD_REQUEST
+        kind = m.FailureKind.BAD_REQUEST
     else:
         return _sick(message, status if status >= 500 else 502)
     param = fields.get("param")
-    return Failure(
+    return m.Failure(
         kind=kind,
         message=message,
         status=status,
@@ -473,14 +473,14 @@ def _failure_from(error: Any, status: int) -> Failure:
     )
 
 
-def _unknown_adapter(adapter: Adapter) -> Failure:
+def _unknown_adapter(adapter: m.Adapter) -> m.Failure:
     message = f"the server of this model does not serve the adapter '{adapter.name}'"
-    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400, param="model", code="adapter_unavailable")
+    return m.Failure(kind=m.FailureKind.BAD_REQUEST, message=message, status=400, param="model", code="adapter_unavailable")
 
 
-def _sick(message: str, status: int = 500) -> Failure:
-    return Failure(kind=FailureKind.SICK, message=message, status=status)
+def _sick(message: str, status: int = 500) -> m.Failure:
+    return m.Failure(kind=m.FailureKind.SICK, message=message, status=status)
 
 
-def _bad(message: str) -> Failure:
-    return Failure(kind=FailureKind.BAD_REQUEST, message=message, status=400)
+def _bad(message: str) -> m.Failure:
+    return m.Failure(kind=m.FailureKind.BAD_REQUEST, message=message, status=400)

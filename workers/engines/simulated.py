@@ -16,22 +16,7 @@ from typing import assert_never
 from subjects.errors import EngineError
 from subjects.ids import RequestId
 from subjects.messages import Delta, Failure
-from workers.core.simulated import (
-    Die,
-    EmitDeltas,
-    KvResized,
-    RequestAborted,
-    RequestAdded,
-    SimulatedCommand,
-    SimulatedCore,
-    SimulatedProfile,
-    SimulatedRequest,
-    Ticked,
-    expected_token,
-    failure_delta,
-    parse_request,
-    profile_from_options,
-)
+from workers.core import simulated as sim
 from workers.engines.base import EngineInfo, EngineLoad, EngineRequest
 from workers.spec import ReplicaSpec
 
@@ -42,7 +27,7 @@ TIMER_S = 0.001
 """Resolution of the event loop's timers."""
 
 
-def profile_of(spec: ReplicaSpec) -> SimulatedProfile:
+def profile_of(spec: ReplicaSpec) -> sim.SimulatedProfile:
     """The profile that a replica's record describes.
 
     Raises:
@@ -50,9 +35,9 @@ def profile_of(spec: ReplicaSpec) -> SimulatedProfile:
     """
     record = spec.record
     block_bytes = record.kv_bytes_per_token * record.block_size
-    pages = record.kv_bytes // block_bytes if block_bytes else SimulatedProfile().kv_pages
+    pages = record.kv_bytes // block_bytes if block_bytes else sim.SimulatedProfile().kv_pages
     try:
-        return profile_from_options(
+        return sim.profile_from_options(
             record.engine_options,
             slots=record.max_num_seqs,
             kv_pages=pages,
@@ -69,8 +54,8 @@ class SimulatedEngine:
     def __init__(self, spec: ReplicaSpec) -> None:
         self.profile = profile_of(spec)
         self._block_bytes = spec.record.kv_bytes_per_token * spec.record.block_size
-        self._core = SimulatedCore(self.profile)
-        self._ready: deque[SimulatedCommand] = deque()
+        self._core = sim.SimulatedCore(self.profile)
+        self._ready: deque[sim.SimulatedCommand] = deque()
         self._wake = asyncio.Event()
         self._stopped = False
 
@@ -100,16 +85,16 @@ class SimulatedEngine:
         """
         if tokens < 1:
             return
-        probe = SimulatedCore(replace(self.profile, die_after_tokens=0, freeze_after_tokens=0, fail_rate=0.0))
-        request = SimulatedRequest(
+        probe = sim.SimulatedCore(replace(self.profile, die_after_tokens=0, freeze_after_tokens=0, fail_rate=0.0))
+        request = sim.SimulatedRequest(
             request=WARM_REQUEST, attempt=1, input_tokens=WARM_INPUT_TOKENS, tokens=tokens, max_tokens=tokens
         )
-        commands = probe.step(time.monotonic(), RequestAdded(request))
+        commands = probe.step(time.monotonic(), sim.RequestAdded(request))
         seen: list[int] = []
         deadline_s = time.monotonic() + WARM_TIMEOUT_S
         while True:
             for command in commands:
-                if isinstance(command, EmitDeltas):
+                if isinstance(command, sim.EmitDeltas):
                     seen += [token for delta in command.deltas for token in delta.token_ids]
             wake_s = probe.next_wake_s
             if wake_s is None:
@@ -117,13 +102,13 @@ class SimulatedEngine:
             if wake_s > deadline_s:
                 raise EngineError(f"{tokens} warm-up tokens take longer than {WARM_TIMEOUT_S:.0f} s")
             await asyncio.sleep(max(0.0, wake_s - time.monotonic()))
-            commands = probe.step(time.monotonic(), Ticked())
-        if seen != [expected_token(WARM_REQUEST, index) for index in range(tokens)]:
+            commands = probe.step(time.monotonic(), sim.Ticked())
+        if seen != [sim.expected_token(WARM_REQUEST, index) for index in range(tokens)]:
             raise EngineError("the warm-up answer of the simulated engine was wrong")
 
     def add(self, request: EngineRequest) -> None:
         """Takes a request; a body that cannot be served comes out as a failure."""
-        parsed = parse_request(
+        parsed = sim.parse_request(
             request=request.request,
             attempt=request.attempt,
             endpoint=request.endpoint,
@@ -133,15 +118,15 @@ class SimulatedEngine:
         )
         if isinstance(parsed, Failure):
             index = len(request.sent_token_ids)
-            self._out([EmitDeltas((failure_delta(request.request, request.attempt, parsed, index=index),))])
+            self._out([sim.EmitDeltas((sim.failure_delta(request.request, request.attempt, parsed, index=index),))])
             return
-        self._out(self._core.step(time.monotonic(), RequestAdded(parsed)))
+        self._out(self._core.step(time.monotonic(), sim.RequestAdded(parsed)))
 
     def abort(self, request: RequestId, attempt: int) -> None:
         """Stops a request at once."""
-        self._out(self._core.step(time.monotonic(), RequestAborted(request, attempt)))
+        self._out(self._core.step(time.monotonic(), sim.RequestAborted(request, attempt)))
 
-    def _out(self, commands: Sequence[SimulatedCommand]) -> None:
+    def _out(self, commands: Sequence[sim.SimulatedCommand]) -> None:
         self._ready.extend(commands)
         self._wake.set()
 
@@ -152,16 +137,16 @@ class SimulatedEngine:
             while self._ready:
                 command = self._ready.popleft()
                 match command:
-                    case EmitDeltas(deltas):
+                    case sim.EmitDeltas(deltas):
                         yield deltas
-                    case Die(detail):
+                    case sim.Die(detail):
                         raise EngineError(detail)
                     case _:
                         assert_never(command)
             wake_s = self._core.next_wake_s
             now_s = time.monotonic()
             if wake_s is not None and wake_s <= now_s:
-                self._ready.extend(self._core.step(now_s, Ticked()))
+                self._ready.extend(self._core.step(now_s, sim.Ticked()))
                 await asyncio.sleep(0)
                 continue
             self._wake.clear()
@@ -189,7 +174,7 @@ class SimulatedEngine:
         refusal = self._core.cannot_resize(pages)
         if refusal:
             raise EngineError(refusal)
-        self._out(self._core.step(time.monotonic(), KvResized(pages)))
+        self._out(self._core.step(time.monotonic(), sim.KvResized(pages)))
         return pages
 
     async def empty_prefixes(self) -> bool:

@@ -37,8 +37,8 @@ from profiles.costs import chunk_tokens
 from profiles.deployment import PARSING_OPTIONS, parses_with, runs_with
 from profiles.hashing import canonical_json
 from profiles.tokenizer import DEFAULT_CHAT_TEMPLATE
+from subjects import messages as m
 from subjects.errors import EngineError
-from subjects.messages import Delta, Endpoint, Failure, FailureKind, ModelRecord, Task, Usage
 from workers.engines.base import EngineRequest
 from workers.engines.vllm_refusals import Refused, bad_request, check_extras, failure_of, refusal
 
@@ -53,7 +53,7 @@ WITHHELD_ARGUMENTS = ("kv_transfer_params", "ec_transfer_params")
 _LAYER_OPTIONS = ("chat_template", *PARSING_OPTIONS)
 
 
-def engine_arguments(record: ModelRecord, chunk: int | None = None) -> dict[str, Any]:
+def engine_arguments(record: m.ModelRecord, chunk: int | None = None) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``EngineArgs`` for ``record``. KV gets exactly ``record.kv_bytes``, shared by the
     devices that it spans.
 
@@ -63,7 +63,7 @@ def engine_arguments(record: ModelRecord, chunk: int | None = None) -> dict[str,
     options = {name: value for name, value in record.engine_options.items() if name not in _LAYER_OPTIONS}
     if record.costs:
         chunk = min(chunk_tokens(costs, record.sla.tpot_ms / 1000) for costs in record.costs.values())
-    elif record.task is Task.EMBED:
+    elif record.task is m.Task.EMBED:
         chunk = None
     if chunk is not None:
         options = {"max_num_batched_tokens": max(chunk, record.max_num_seqs), **options}
@@ -80,7 +80,7 @@ def engine_arguments(record: ModelRecord, chunk: int | None = None) -> dict[str,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,
-        **({"runner": "pooling"} if record.task is Task.EMBED else {}),
+        **({"runner": "pooling"} if record.task is m.Task.EMBED else {}),
         **options,
     }
 
@@ -127,7 +127,7 @@ class Rendered:
     @property
     def scores_only(self) -> bool:
         """Whether a completion asks for no token: an echo of its prompt, with the prompt's log probabilities."""
-        return self.request.endpoint is Endpoint.COMPLETIONS and vars(self.body)["max_tokens"] == 0
+        return self.request.endpoint is m.Endpoint.COMPLETIONS and vars(self.body)["max_tokens"] == 0
 
     @property
     def exhausted(self) -> bool:
@@ -146,7 +146,7 @@ class OpenAiLayer:
         EngineError: a parser that vLLM does not know, or that does not fit the model's tokenizer.
     """
 
-    def __init__(self, record: ModelRecord, vllm_config: Any, renderer: Any, input_processor: Any) -> None:
+    def __init__(self, record: m.ModelRecord, vllm_config: Any, renderer: Any, input_processor: Any) -> None:
         model_config = vllm_config.model_config
         tokenizer = renderer.get_tokenizer()
         template = record.engine_options.get("chat_template") or None
@@ -188,10 +188,10 @@ class OpenAiLayer:
         Raises:
             Refused: the body or its parameters are not acceptable.
         """
-        if request.endpoint is Endpoint.EMBEDDINGS:
+        if request.endpoint is m.Endpoint.EMBEDDINGS:
             raise Refused(bad_request("this engine makes no embeddings", "model"))
         layer = self._parsing(request)
-        chat = request.endpoint is Endpoint.CHAT
+        chat = request.endpoint is m.Endpoint.CHAT
         try:
             return Answer(layer, await (layer._render_chat if chat else layer._render_completion)(request))
         except Refused:
@@ -209,7 +209,7 @@ class OpenAiLayer:
                 self._others[key] = self._with_parsers(request.options)
             return self._others[key]
         except EngineError as error:
-            raise Refused(Failure(kind=FailureKind.BAD_REQUEST, message=str(error), status=500)) from None
+            raise Refused(m.Failure(kind=m.FailureKind.BAD_REQUEST, message=str(error), status=500)) from None
 
     async def _render_chat(self, request: EngineRequest) -> Rendered:
         body = ChatCompletionRequest.model_validate_json(request.body)
@@ -291,7 +291,7 @@ class OpenAiLayer:
     def parsers(self, rendered: Rendered) -> list[Any]:
         """One stateful tool and reasoning parser per choice; none where the model has no parser."""
         choices = len(rendered.prompts) * rendered.choices_per_prompt
-        if rendered.request.endpoint is not Endpoint.CHAT or self.chat.parser_cls is None:
+        if rendered.request.endpoint is not m.Endpoint.CHAT or self.chat.parser_cls is None:
             return [None] * choices
         return [self.chat._make_parser(rendered.body, self.tokenizer, rendered.template_arguments) for _ in range(choices)]
 
@@ -303,7 +303,7 @@ class Answer:
         self.rendered = rendered
         self.ended = False
         self._layer = layer
-        self._chat = rendered.request.endpoint is Endpoint.CHAT
+        self._chat = rendered.request.endpoint is m.Endpoint.CHAT
         self._parsers = layer.parsers(rendered)
         choices = len(self._parsers)
         sent = len(rendered.request.sent_token_ids)
@@ -314,7 +314,7 @@ class Answer:
         self._text_offset = [0] * choices
         self._cached: dict[int, int] = {}
 
-    def take(self, prompt_index: int, output: Any) -> list[Delta]:
+    def take(self, prompt_index: int, output: Any) -> list[m.Delta]:
         """Deltas of one vLLM ``RequestOutput`` in delta form, for the prompt with this index."""
         if self.ended:
             return []
@@ -322,11 +322,11 @@ class Answer:
             return self._take(prompt_index, output)
         except Exception as error:
             # A parser that stumbles over what the model said ends this request, not the engine.
-            return [self.fail(Failure(kind=FailureKind.SICK, message=f"derendering failed: {type(error).__name__}"))]
+            return [self.fail(m.Failure(kind=m.FailureKind.SICK, message=f"derendering failed: {type(error).__name__}"))]
 
-    def _take(self, prompt_index: int, output: Any) -> list[Delta]:
+    def _take(self, prompt_index: int, output: Any) -> list[m.Delta]:
         self._cached.setdefault(prompt_index, output.num_cached_tokens or 0)
-        deltas: list[Delta] = []
+        deltas: list[m.Delta] = []
         for part in output.outputs:
             choice = part.index + prompt_index * self.rendered.choices_per_prompt
             if self._finished[choice]:
@@ -338,11 +338,11 @@ class Answer:
                 deltas.append(delta)
         return deltas
 
-    def fail(self, failure: Failure) -> Delta:
+    def fail(self, failure: m.Failure) -> m.Delta:
         """The delta that ends the request with ``failure``."""
         self.ended = True
         request = self.rendered.request
-        return Delta(
+        return m.Delta(
             request=request.request,
             attempt=request.attempt,
             first_token_index=self._next_index[0],
@@ -351,12 +351,12 @@ class Answer:
             failure=failure,
         )
 
-    def finish_exhausted(self) -> Delta:
+    def finish_exhausted(self) -> m.Delta:
         """The delta that ends a continuation whose tokens were all sent already."""
         self.ended = True
         self._finished = [True] * len(self._finished)
         request = self.rendered.request
-        return Delta(
+        return m.Delta(
             request=request.request,
             attempt=request.attempt,
             first_token_index=self._next_index[0],
@@ -366,7 +366,7 @@ class Answer:
             usage=self._usage(),
         )
 
-    def _delta(self, choice: int, prompt_index: int, output: Any, part: Any) -> Delta | None:
+    def _delta(self, choice: int, prompt_index: int, output: Any, part: Any) -> m.Delta | None:
         rendered = self.rendered
         token_ids = tuple(part.token_ids)
         text: str = part.text
@@ -390,7 +390,7 @@ class Answer:
         if finish_reason is not None:
             self._finished[choice] = True
         self.ended = all(self._finished)
-        return Delta(
+        return m.Delta(
             request=rendered.request.request,
             attempt=rendered.request.attempt,
             choice=choice,
@@ -468,25 +468,25 @@ class Answer:
         dumped: dict[str, Any] = result.model_dump(mode="json")
         return dumped
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> m.Usage:
         prompt_tokens = sum(prompt.prompt_tokens for prompt in self.rendered.prompts)
-        return Usage(
+        return m.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=sum(self._next_index),
             cached_tokens=min(sum(self._cached.values()), prompt_tokens),
         )
 
-    def _generation_failure(self) -> Failure:
+    def _generation_failure(self) -> m.Failure:
         body = self.rendered.body
         if body.extract_structured_outputs() is not None:
             # vLLM checks a schema when it arrives and compiles it later; what fails then is still the schema's fault.
-            return Failure(
-                kind=FailureKind.BAD_REQUEST,
+            return m.Failure(
+                kind=m.FailureKind.BAD_REQUEST,
                 message="the requested output structure cannot be compiled for this model",
                 status=400,
                 param="response_format",
             )
-        return Failure(kind=FailureKind.SICK, message="the engine failed while generating", status=500)
+        return m.Failure(kind=m.FailureKind.SICK, message="the engine failed while generating", status=500)
 
 
 def prime_continuation(detokenizer: Any, rendered_ids: Sequence[int], sent: Sequence[int]) -> None:
@@ -531,9 +531,9 @@ def probed_tokens(output: Any) -> list[int]:
     return token_ids
 
 
-def refused(request: EngineRequest, failure: Failure) -> Delta:
+def refused(request: EngineRequest, failure: m.Failure) -> m.Delta:
     """The one delta of a request that never ran."""
-    return Delta(
+    return m.Delta(
         request=request.request,
         attempt=request.attempt,
         first_token_index=len(request.sent_token_ids),

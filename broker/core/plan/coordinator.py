@@ -16,22 +16,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from broker.core.plan import policy as p
 from broker.core.plan import tunables as t
 from broker.core.plan.advice import advice
 from broker.core.plan.layout import Layout
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.memory import Memory
 from broker.core.plan.need import ModelNeed, Needs, standing
-from broker.core.plan.policy import (
-    Action,
-    Decision,
-    DeviceView,
-    ModelView,
-    PoolView,
-    ReplicaView,
-    SetReplicaConcurrency,
-    StopReplica,
-)
 from broker.core.plan.prewarming import Prospects
 from broker.core.plan.problem import Block, Look, Need, Place, Problem, Site, fixed_bytes, kv_least_bytes, kv_used_bytes
 from broker.core.plan.search import Search, named, plan
@@ -112,7 +103,7 @@ class Coordinator:
         self._advised_s = self._decided_s = self._watches_since_s = -math.inf
         self._looked_s = self._slots_s = self._replanned_s = self._calm_s = -math.inf
 
-    def decide(self, now_s: float, view: PoolView) -> Decision:
+    def decide(self, now_s: float, view: p.PoolView) -> p.Decision:
         """See ``policy.Policy``."""
         if now_s - self._decided_s > t.GAP_S:
             self._watches_since_s = now_s
@@ -125,8 +116,8 @@ class Coordinator:
         return self.prospects.told(now_s, self._decided(now_s, view, pairs, needs))
 
     def _decided(
-        self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]
-    ) -> Decision:
+        self, now_s: float, view: p.PoolView, pairs: list[tuple[p.ModelView, StepCosts]], needs: list[ModelNeed]
+    ) -> p.Decision:
         seen = (
             tuple([(replica.replica, replica.state) for model, _ in pairs for replica in model.replicas]),
             tuple([model.record.deployment for model, _ in pairs]),
@@ -137,7 +128,7 @@ class Coordinator:
         starved = any(model.waiting and (not model.replicas or model.oldest_wait_s >= late_s) for model, _ in pairs)
         lacks = zip(needs, self._capacity, strict=True)
         if not due and not starved and not any(self._at_least(need.load) > capacity for need, capacity in lacks):
-            return Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
+            return p.Decision((), self._rushes([model for model, _ in pairs], needs, now_s))
         self._seen = seen
         return self._plan(self._look(now_s, view, pairs, needs))
 
@@ -147,7 +138,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------------------ looking
 
-    def _pairs(self, view: PoolView) -> list[tuple[ModelView, StepCosts]]:
+    def _pairs(self, view: p.PoolView) -> list[tuple[p.ModelView, StepCosts]]:
         """Models with what they cost on the first kind of device that is known for them."""
         kinds = dict.fromkeys(device.device_type for device in view.devices.values())
         pairs = []
@@ -158,12 +149,14 @@ class Coordinator:
                     break
         return pairs
 
-    def _look(self, now_s: float, view: PoolView, pairs: list[tuple[ModelView, StepCosts]], needs: list[ModelNeed]) -> Look:
+    def _look(
+        self, now_s: float, view: p.PoolView, pairs: list[tuple[p.ModelView, StepCosts]], needs: list[ModelNeed]
+    ) -> Look:
         number = {key: index for index, key in enumerate(view.devices)}
         sites = [self._site(view, device) for device in view.devices.values()]
         kinds = {_kind(device): device for device in view.devices.values()}
         blocks = []
-        replicas: dict[ReplicaId, ReplicaView] = {}
+        replicas: dict[ReplicaId, p.ReplicaView] = {}
         wanted = []
         for index, (model, costs) in enumerate(pairs):
             asked = self._need(now_s, model, costs, needs[index], kinds)
@@ -190,13 +183,15 @@ class Coordinator:
         problem = Problem(tuple(sites), tuple(wanted), tuple(blocks))
         return Look(now_s, view, [model for model, _ in pairs], needs, [costs for _, costs in pairs], problem, replicas)
 
-    def _site(self, view: PoolView, device: DeviceView) -> Site:
+    def _site(self, view: p.PoolView, device: p.DeviceView) -> Site:
         own = self.settings.residents_max if self.settings.shares_devices else 1
         residents = min(own or view.models_per_device_max, view.models_per_device_max)
         group = f"{device.key[0]}/{device.link}" if device.link else ""
         return Site(device.key, group, _kind(device), device.memory_bytes, residents)
 
-    def _need(self, now_s: float, model: ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> Need:
+    def _need(
+        self, now_s: float, model: p.ModelView, costs: StepCosts, need: ModelNeed, kinds: dict[str, p.DeviceView]
+    ) -> Need:
         s = self.settings
         record = model.record
         kv_min = kv_least_bytes(model, t.KV_TOKENS_MIN)
@@ -245,7 +240,7 @@ class Coordinator:
             load_s=model.load_s,
         )
 
-    def _usage(self, model: ModelView, costs: StepCosts, need: ModelNeed) -> float:
+    def _usage(self, model: p.ModelView, costs: StepCosts, need: ModelNeed) -> float:
         """What one of its replicas takes of its devices' time on average, with the fewest replicas that can be soon."""
         alone = standing(model, costs)
         fewest = math.ceil(need.load / max(0.2, 1.0 - alone))
@@ -254,7 +249,7 @@ class Coordinator:
 
     # ----------------------------------------------------------------------------------------------------------- planning
 
-    def _plan(self, look: Look) -> Decision:
+    def _plan(self, look: Look) -> p.Decision:
         now_s = look.now_s
         self._doomed = {replica: why for replica, why in self._doomed.items() if replica in look.replicas}
         layout = Layout(look.problem, self._blocks(look))
@@ -404,7 +399,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------------- carrying out
 
-    def _carry(self, look: Look, layout: Layout, why: str) -> Decision:
+    def _carry(self, look: Look, layout: Layout, why: str) -> p.Decision:
         s, now_s = self.settings, look.now_s
         blocks = named(layout)
         kept = {block.replica: block for block in blocks if block.replica is not None}
@@ -417,22 +412,22 @@ class Coordinator:
                 self._doomed.pop(replica, None)
             elif replica not in self._doomed:
                 self._doomed[replica] = why
-        stops: dict[ReplicaId, StopReplica] = {}
+        stops: dict[ReplicaId, p.StopReplica] = {}
         self._close(look, blocks, stops)
         leaving = (self._doomed, self._closed, stops, self._victims)
         memory = Memory(look, layout, blocks, spares, *leaving, now_s == self._looked_s, s.resizes_kv)
         for replica in memory.evicted:
             if look.ready(replica) and (replica in spares.kept or self._goes(look, replica)):
-                stops.setdefault(replica, StopReplica(replica, "its memory is needed", interrupt=True))
+                stops.setdefault(replica, p.StopReplica(replica, "its memory is needed", interrupt=True))
         self._spare_places = memory.spares
-        actions: list[Action] = [*stops.values(), *memory.actions, *self._advice(look)]
+        actions: list[p.Action] = [*stops.values(), *memory.actions, *self._advice(look)]
         if now_s - self._slots_s >= t.LOOK_S - 1e-6:
             self._slots_s = now_s
             actions.extend(self._slots(look, layout, kept))
         self._capacity = [layout.capacity[index] for index in range(len(look.models))]
-        return Decision(tuple(actions), self._weights(look, layout, kept))
+        return p.Decision(tuple(actions), self._weights(look, layout, kept))
 
-    def _advice(self, look: Look) -> list[Action]:
+    def _advice(self, look: Look) -> list[p.Action]:
         """What people are told now and then of models that may not be acted for."""
         due = look.now_s - self._advised_s >= t.LOOK_S
         if not due or not any(model.advises for model in look.models):
@@ -440,7 +435,7 @@ class Coordinator:
         self._advised_s = look.now_s
         return advice(look, self._blocks(look), max(self.settings.class_values), self._trials_max(look))
 
-    def _close(self, look: Look, blocks: tuple[Block, ...], stops: dict[ReplicaId, StopReplica]) -> None:
+    def _close(self, look: Look, blocks: tuple[Block, ...], stops: dict[ReplicaId, p.StopReplica]) -> None:
         """Doomed replicas take nothing new once others are ready to take over, and go when they hold nothing any more."""
         s, now_s = self.settings, look.now_s
         if not self._doomed and not self._closed:
@@ -455,7 +450,7 @@ class Coordinator:
                 doomed = replica in self._doomed
                 if view.state is not ReplicaState.READY:
                     if doomed:
-                        stops[replica] = StopReplica(replica, self._doomed[replica])
+                        stops[replica] = p.StopReplica(replica, self._doomed[replica])
                     continue
                 wanted = look.problem.needs[index].replicas_min > 0 and index in planned
                 closes = doomed and index not in coming and (index in served or not wanted)
@@ -465,7 +460,7 @@ class Coordinator:
                     del self._closed[replica]
                 since_s = self._closed.get(replica, math.inf)
                 if now_s - since_s >= s.close_s and self._goes(look, replica):
-                    stops[replica] = StopReplica(replica, self._doomed[replica], interrupt=True)
+                    stops[replica] = p.StopReplica(replica, self._doomed[replica], interrupt=True)
 
     def _goes(self, look: Look, replica: ReplicaId) -> bool:
         """Whether a closed replica may be ended: what it still runs costs little to compute again, or has had its time."""
@@ -504,7 +499,7 @@ class Coordinator:
         changed.update(self._rushes(look.models, look.needs, look.now_s))
         return changed
 
-    def _rushes(self, models: list[ModelView], needs: list[ModelNeed], now_s: float) -> dict[ReplicaId, float]:
+    def _rushes(self, models: list[p.ModelView], needs: list[ModelNeed], now_s: float) -> dict[ReplicaId, float]:
         """Opens and closes spares: a rush is more work than the plan's own replicas do, until it is clearly over."""
         weights: dict[ReplicaId, float] = {}
         if not self._spares.kept:
@@ -529,9 +524,9 @@ class Coordinator:
         self._told.update(changed)
         return changed
 
-    def _slots(self, look: Look, layout: Layout, kept: dict[ReplicaId, Block]) -> list[Action]:
+    def _slots(self, look: Look, layout: Layout, kept: dict[ReplicaId, Block]) -> list[p.Action]:
         """Bounds what runs at once so that tokens come in time even when requests queue."""
-        actions: list[Action] = []
+        actions: list[p.Action] = []
         for replica, block in kept.items():
             view = look.replicas[replica]
             if view.state is not ReplicaState.READY or not view.slots:
@@ -545,16 +540,18 @@ class Coordinator:
                 slots = int(need.output_tokens * (tpot_s * share - costs.step_const_s) / need.request_s)
             slots = min(max(slots, t.SLOTS_MIN), most)
             if abs(slots - view.slots) > max(1.0, 0.15 * view.slots):
-                actions.append(SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token"))
+                actions.append(
+                    p.SetReplicaConcurrency(replica, slots, f"{slots} at once keep {tpot_s * 1000:.0f} ms a token")
+                )
         return actions
 
 
-def _kind(device: DeviceView) -> str:
+def _kind(device: p.DeviceView) -> str:
     """Devices of one kind are equal to a plan: the same hardware, and the same engines to run on it."""
     return " ".join((device.device_type, *device.engines))
 
 
-def _rates(record: ModelRecord, costs: StepCosts, need: ModelNeed, kinds: dict[str, DeviceView]) -> dict[str, float]:
+def _rates(record: ModelRecord, costs: StepCosts, need: ModelNeed, kinds: dict[str, p.DeviceView]) -> dict[str, float]:
     """By kind how fast a model's usual request is served there, over how fast with ``costs``; those where it can run."""
     rates = {SHUT: 1.0}
     tokens = (need.input_tokens, need.output_tokens)

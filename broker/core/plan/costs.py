@@ -21,21 +21,8 @@ from broker.core.pool.catalogue import DeviceKey
 from broker.core.pool.state import Device, Pool
 from profiles.costs import engine_name, fit_costs, is_sane, median_error, sequences, sums_between, sums_of, work_s
 from profiles.estimate import WITHOUT_DEVICE, Figures, estimate, figures, kind_figures, scaled
+from subjects import messages as m
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
-from subjects.messages import (
-    CostPoint,
-    CostsMeasured,
-    DeviceKind,
-    EngineType,
-    KeptCosts,
-    ModelDemand,
-    ModelRecord,
-    ReplicaReport,
-    ReplicaState,
-    StepCosts,
-    StepSums,
-    WorkerSnapshot,
-)
 
 SERVER = "server"
 """In place of a kind of device, for engines behind a URL: what they compute is no device's of this pool, so plans count next
@@ -61,10 +48,10 @@ Key = tuple[str, str, int]
 class Account:
     """What is known of one deployment on one kind of device."""
 
-    kept: KeptCosts | None = None
+    kept: m.KeptCosts | None = None
     """The latest of those in ``by_engine``: with engines of two versions at work, plans go by the one measured last."""
-    by_engine: dict[str, KeptCosts] = field(default_factory=dict)
-    fitted: StepCosts | None = None
+    by_engine: dict[str, m.KeptCosts] = field(default_factory=dict)
+    fitted: m.StepCosts | None = None
     """As kept, or of a server as its answers tell."""
     ratio: float = 1.0
     """Running mean over steps of the time that they took, over what the costs say without correction."""
@@ -79,7 +66,7 @@ class Account:
     """The ratio that the last new measurement was asked for at: one that explains nothing is not asked for again."""
     served: list[float] = field(default_factory=lambda: [0.0] * 4)
     """Of a server: seconds to first tokens, their prompts' tokens, seconds of all further tokens, and how many."""
-    windows: deque[StepSums] = field(default_factory=deque)
+    windows: deque[m.StepSums] = field(default_factory=deque)
     """The last that happened, of ``t.CORRECTION_STEPS`` steps or a little more."""
     window_steps: int = 0
 
@@ -99,14 +86,14 @@ class CostsRow:
     model: str
     device_type: str
     source: Source
-    costs: StepCosts
+    costs: m.StepCosts
     account: Account
     """Without a measurement where the costs are given."""
     error: float
     """Median over the last steps that engines told of; NaN while there are none."""
 
     @property
-    def points(self) -> tuple[CostPoint, ...]:
+    def points(self) -> tuple[m.CostPoint, ...]:
         """What was measured."""
         return self.account.kept.points if self.account.kept is not None else ()
 
@@ -117,12 +104,12 @@ class CostBook:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._accounts: defaultdict[Key, Account] = defaultdict(Account)
-        self._sums: dict[WorkerId, dict[ReplicaId, StepSums]] = {}
-        self._filled: dict[DeploymentKey, tuple[ModelRecord, int, ModelRecord]] = {}
+        self._sums: dict[WorkerId, dict[ReplicaId, m.StepSums]] = {}
+        self._filled: dict[DeploymentKey, tuple[m.ModelRecord, int, m.ModelRecord]] = {}
         self._devices: list[Device] | None = None
-        self._hardware = DeviceKind.CPU
+        self._hardware = m.DeviceKind.CPU
         """GPU where there is any: what a model may run at once depends on it."""
-        self._kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
+        self._kinds: dict[str, tuple[Figures, frozenset[m.EngineType] | None]] = {}
         self._measuring: dict[ReplicaId, int] = {}
         """Who was last asked to measure, and up to which batch."""
         self._in_vain: set[ReplicaId] = set()
@@ -135,7 +122,7 @@ class CostBook:
 
     # ------------------------------------------------------------------------------------------------------------ answers
 
-    def costs_of(self, record: ModelRecord, device_type: str) -> tuple[StepCosts, Source]:
+    def costs_of(self, record: m.ModelRecord, device_type: str) -> tuple[m.StepCosts, Source]:
         """What plans go by on one kind of device."""
         given = record.costs.get(device_type)
         if given is not None:
@@ -144,7 +131,7 @@ class CostBook:
         account = self._accounts.get(_key(record, device_type))
         if device_type == SERVER and account is not None and account.fitted is not None:
             return account.fitted, Source.MEASURED
-        if record.engine_type is not EngineType.VLLM:
+        if record.engine_type is not m.EngineType.VLLM:
             return self._estimate(record, device_type), Source.GIVEN
         base, source = self._base(record, device_type, account)
         if account is None:
@@ -154,7 +141,7 @@ class CostBook:
             source = Source.CORRECTED
         return _times(base, account.correction) if off else base, source
 
-    def filled(self, record: ModelRecord) -> ModelRecord:
+    def filled(self, record: m.ModelRecord) -> m.ModelRecord:
         """The record with costs for every kind of device here that has its engine. The same object as long as they are."""
         self._look_at_kinds()
         source, news, filled = self._filled.get(record.deployment, (None, 0, record))
@@ -171,11 +158,11 @@ class CostBook:
         self._filled[record.deployment] = (record, self.news, filled)
         return filled
 
-    def fastest(self, record: ModelRecord) -> StepCosts | None:
+    def fastest(self, record: m.ModelRecord) -> m.StepCosts | None:
         """Those of the kind of device that computes its prompts fastest; None where no kind is known."""
         return min(self.filled(record).costs.values(), key=lambda costs: costs.prefill_token_s, default=None)
 
-    def _base(self, record: ModelRecord, device_type: str, account: Account | None) -> tuple[StepCosts, Source]:
+    def _base(self, record: m.ModelRecord, device_type: str, account: Account | None) -> tuple[m.StepCosts, Source]:
         """Without correction."""
         if device_type in record.costs:
             return record.costs[device_type], Source.GIVEN
@@ -183,10 +170,10 @@ class CostBook:
             return account.fitted, Source.MEASURED
         return self._from_elsewhere(record, device_type), Source.ESTIMATED
 
-    def _from_elsewhere(self, record: ModelRecord, device_type: str) -> StepCosts:
+    def _from_elsewhere(self, record: m.ModelRecord, device_type: str) -> m.StepCosts:
         """The estimate, scaled by the first other kind on which more is known."""
         here = self._estimate(record, device_type)
-        if record.engine_type is not EngineType.VLLM:
+        if record.engine_type is not m.EngineType.VLLM:
             return here
         measured = {kind: costs for kind, costs in record.costs.items() if kind != device_type}
         for (whose, kind, gpus), account in self._accounts.items():
@@ -195,7 +182,7 @@ class CostBook:
         other = min(measured, default="")
         return scaled(measured[other], self._estimate(record, other), here) if measured else here
 
-    def _estimate(self, record: ModelRecord, device_type: str) -> StepCosts:
+    def _estimate(self, record: m.ModelRecord, device_type: str) -> m.StepCosts:
         known = self._kinds.get(device_type)
         return estimate(record, known[0] if known is not None else kind_figures(device_type))
 
@@ -205,9 +192,9 @@ class CostBook:
         if devices is self._devices:
             return
         self._devices = devices
-        gpus = any(device.report.kind is DeviceKind.GPU for device in devices)
-        before, self._hardware = self._hardware, DeviceKind.GPU if gpus else DeviceKind.CPU
-        kinds: dict[str, tuple[Figures, frozenset[EngineType] | None]] = {}
+        gpus = any(device.report.kind is m.DeviceKind.GPU for device in devices)
+        before, self._hardware = self._hardware, m.DeviceKind.GPU if gpus else m.DeviceKind.CPU
+        kinds: dict[str, tuple[Figures, frozenset[m.EngineType] | None]] = {}
         for device in devices:
             snapshot = device.worker.snapshot
             engines = frozenset(snapshot.engines) if snapshot is not None and snapshot.engines else None
@@ -220,7 +207,7 @@ class CostBook:
 
     # ----------------------------------------------------------------------------------------------------------- measured
 
-    def measured(self, now_s: float, event: CostsMeasured, record: ModelRecord) -> KeptCosts | None:
+    def measured(self, now_s: float, event: m.CostsMeasured, record: m.ModelRecord) -> m.KeptCosts | None:
         """Takes a replica's points; returns what is to be kept, or None when they say nothing."""
         points = tuple(point for point in event.points if is_sane(point.sums))
         account = self._accounts[_key(record, event.device_type)]
@@ -239,7 +226,7 @@ class CostBook:
                 cells[_cell(point)] = msgspec.structs.replace(point, sums=sums_of(known.sums, point.sums))
         taken = tuple(cells.values())[-t.ZERO_RUN_MAX :]
         self._look_at_kinds()
-        kept = KeptCosts(
+        kept = m.KeptCosts(
             deployment=record.deployment,
             device_type=event.device_type,
             gpus=record.gpus,
@@ -252,7 +239,7 @@ class CostBook:
         self._take(account, kept)
         return kept
 
-    def restore(self, entries: Iterable[KeptCosts]) -> None:
+    def restore(self, entries: Iterable[m.KeptCosts]) -> None:
         """What was kept by an earlier life of this pool, or by the scheduler that leads; what is older than ours is not."""
         for kept in entries:
             account = self._accounts[kept.deployment, kept.device_type, kept.gpus]
@@ -266,7 +253,7 @@ class CostBook:
         for key in [key for key, account in self._accounts.items() if key[0] == deployment and account.kept is None]:
             del self._accounts[key]
 
-    def _take(self, account: Account, kept: KeptCosts) -> None:
+    def _take(self, account: Account, kept: m.KeptCosts) -> None:
         account.by_engine[kept.engine] = kept
         if account.kept is not None and kept.at_unix_s < account.kept.at_unix_s:
             return
@@ -277,18 +264,18 @@ class CostBook:
     # ------------------------------------------------------------------------------------------------------ corrected live
 
     def observe(
-        self, now_s: float, snapshot: WorkerSnapshot, records: Mapping[DeploymentKey, ModelRecord]
-    ) -> list[tuple[ModelRecord, str, Account]]:
+        self, now_s: float, snapshot: m.WorkerSnapshot, records: Mapping[DeploymentKey, m.ModelRecord]
+    ) -> list[tuple[m.ModelRecord, str, Account]]:
         """Takes what engines say of their steps; returns whose costs have just turned out to be wrong for good."""
         kinds = {device.device: device.device_type for device in snapshot.devices}
         before, self._sums[snapshot.worker] = self._sums.get(snapshot.worker, {}), {}
         known = self._sums[snapshot.worker]
         news = []
         for replica in snapshot.replicas:
-            if replica.sums is None or replica.state is not ReplicaState.READY:
+            if replica.sums is None or replica.state is not m.ReplicaState.READY:
                 continue
             last = before.get(replica.replica)
-            window = sums_between(last, replica.sums) if last is not None else StepSums()
+            window = sums_between(last, replica.sums) if last is not None else m.StepSums()
             if last is not None and 0 <= window.steps < t.SEEN_MIN:
                 known[replica.replica] = last
                 continue
@@ -302,7 +289,7 @@ class CostBook:
                 news.append((record, kind, account))
         return news
 
-    def _follow(self, now_s: float, account: Account, base: tuple[StepCosts, Source], window: StepSums) -> bool:
+    def _follow(self, now_s: float, account: Account, base: tuple[m.StepCosts, Source], window: m.StepSums) -> bool:
         """One window of steps; True when it makes a deviation a lasting one."""
         costs, source = base
         account.windows.append(window)
@@ -328,7 +315,7 @@ class CostBook:
         account.deviates, account.asked_ratio = True, account.ratio
         return True
 
-    def _has_company(self, replica: ReplicaReport, replicas: Sequence[ReplicaReport]) -> bool:
+    def _has_company(self, replica: m.ReplicaReport, replicas: Sequence[m.ReplicaReport]) -> bool:
         """Whether another replica works, or measures, on one of its devices."""
         mine = {replica.device, *replica.peers}
         return any(
@@ -338,12 +325,12 @@ class CostBook:
             for other in replicas
         )
 
-    def served(self, rows: Iterable[ModelDemand], records: Mapping[DeploymentKey, ModelRecord]) -> None:
+    def served(self, rows: Iterable[m.ModelDemand], records: Mapping[DeploymentKey, m.ModelRecord]) -> None:
         """Takes what gateways say of answers from servers: first tokens tell of prefill, the others of steps."""
         for row in rows:
             record = records.get(row.deployment)
             steps = row.output_tokens - row.finished
-            if record is None or record.engine_type is not EngineType.OPENAI_HTTP or steps <= 0:
+            if record is None or record.engine_type is not m.EngineType.OPENAI_HTTP or steps <= 0:
                 continue
             if not 0 <= row.ttft_s_sum <= row.latency_s_sum < math.inf:
                 continue
@@ -353,7 +340,7 @@ class CostBook:
             account.served = [fade * old + more for old, more in zip(account.served, new, strict=True)]
             first_s, prompt_tokens, rest_s, rest = account.served
             account.steps += steps
-            account.fitted = StepCosts(prefill_token_s=first_s / max(1.0, prompt_tokens), step_const_s=rest_s / rest)
+            account.fitted = m.StepCosts(prefill_token_s=first_s / max(1.0, prompt_tokens), step_const_s=rest_s / rest)
 
     # ------------------------------------------------------------------------------------------------ what to measure next
 
@@ -367,13 +354,13 @@ class CostBook:
                     account.by_engine[account.kept.engine] = account.kept
         self._profiled[deployment] = (now_s + for_s, batch_max)
 
-    def to_load(self, record: ModelRecord, worker: WorkerId, device: DeviceId) -> bool:
+    def to_load(self, record: m.ModelRecord, worker: WorkerId, device: DeviceId) -> bool:
         """Whether a replica that is loaded there should measure before it serves."""
         kind = self._kind(worker, device)
         account = self._accounts.get(_key(record, kind))
         return self._measures(record, kind) and _kept(account, self._engine(worker, record)) is None
 
-    def to_measure(self, now_s: float, records: Mapping[DeploymentKey, ModelRecord]) -> dict[ReplicaId, int]:
+    def to_measure(self, now_s: float, records: Mapping[DeploymentKey, m.ModelRecord]) -> dict[ReplicaId, int]:
         """Who should measure in idle moments, and up to which batch: one replica of each deployment and kind, and one on a
         device, those first of which somebody wants a profile."""
         self._profiled = {whose: asked for whose, asked in self._profiled.items() if asked[0] > now_s}
@@ -383,7 +370,7 @@ class CostBook:
         self._in_vain.intersection_update(self._pool.replicas)
         for replica in sorted(self._pool.replicas_in_order(), key=lambda one: one.report.deployment not in self._profiled):
             record = records.get(replica.report.deployment)
-            if record is None or replica.dead or replica.report.state is not ReplicaState.READY:
+            if record is None or replica.dead or replica.report.state is not m.ReplicaState.READY:
                 continue
             if replica.replica in self._in_vain:
                 continue
@@ -402,14 +389,14 @@ class CostBook:
         self._measuring = found
         return found
 
-    def _measures(self, record: ModelRecord, device_type: str) -> bool:
-        return record.engine_type is EngineType.VLLM and device_type not in record.costs
+    def _measures(self, record: m.ModelRecord, device_type: str) -> bool:
+        return record.engine_type is m.EngineType.VLLM and device_type not in record.costs
 
     def _kind(self, worker: WorkerId, device: DeviceId) -> str:
         known = self._pool.device(worker, device)
         return known.report.device_type if known is not None else ""
 
-    def _engine(self, worker: WorkerId, record: ModelRecord) -> str:
+    def _engine(self, worker: WorkerId, record: m.ModelRecord) -> str:
         known = self._pool.workers.get(worker)
         versions = known.snapshot.engine_versions if known is not None and known.snapshot is not None else {}
         version = versions.get(record.engine_type.value)
@@ -417,9 +404,9 @@ class CostBook:
 
     # --------------------------------------------------------------------------------------------------------- for people
 
-    def rows(self, record: ModelRecord) -> list[CostsRow]:
+    def rows(self, record: m.ModelRecord) -> list[CostsRow]:
         """One for each kind of device here that the model could run on, and for each that it was measured on."""
-        here = [SERVER] if record.engine_type is EngineType.OPENAI_HTTP else self.filled(record).costs
+        here = [SERVER] if record.engine_type is m.EngineType.OPENAI_HTTP else self.filled(record).costs
         kinds = {*here, *(kind for whose, kind, _ in self._accounts if whose == record.deployment)}
         rows = []
         for kind in sorted(kinds):
@@ -431,26 +418,26 @@ class CostBook:
         return rows
 
 
-def _key(record: ModelRecord, device_type: str) -> Key:
+def _key(record: m.ModelRecord, device_type: str) -> Key:
     return record.deployment, device_type, record.gpus
 
 
-def _cell(point: CostPoint) -> tuple[int, int, bool]:
+def _cell(point: m.CostPoint) -> tuple[int, int, bool]:
     return point.batch, point.input_tokens, point.decodes
 
 
-def _kept(account: Account | None, engine: str) -> KeptCosts | None:
+def _kept(account: Account | None, engine: str) -> m.KeptCosts | None:
     """What was measured with this engine; one whose version nobody told is taken to be that of the last measurement."""
     if account is None:
         return None
     return account.by_engine.get(engine) if engine else account.kept
 
 
-def _some(costs: StepCosts) -> StepCosts:
+def _some(costs: m.StepCosts) -> m.StepCosts:
     """Costs that plans can divide by: no prompt takes less time than one whose engine is on no device of ours."""
     least = WITHOUT_DEVICE.prefill_token_s
     return costs if costs.prefill_token_s >= least else msgspec.structs.replace(costs, prefill_token_s=least)
 
 
-def _times(costs: StepCosts, factor: float) -> StepCosts:
-    return StepCosts(**{part: factor * getattr(costs, part) for part in StepCosts.__struct_fields__})
+def _times(costs: m.StepCosts, factor: float) -> m.StepCosts:
+    return m.StepCosts(**{part: factor * getattr(costs, part) for part in m.StepCosts.__struct_fields__})

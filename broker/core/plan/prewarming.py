@@ -18,21 +18,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from broker.core.plan import policy as p
 from broker.core.plan import tunables as t
 from broker.core.plan.forecast import ALL_CLASSES, Forecaster, Key
 from broker.core.plan.learning import DeviceScores
 from broker.core.plan.need import ModelNeed
-from broker.core.plan.policy import (
-    Action,
-    Decision,
-    ExpectedLoad,
-    ModelView,
-    PoolView,
-    ReplicaView,
-    ResizeReplicaKv,
-    SetReplicaConcurrency,
-    StartReplica,
-)
 from broker.core.plan.problem import Need
 from broker.core.plan.triggers import EngineReading, Triggers
 from broker.core.pool.catalogue import DeviceKey
@@ -40,7 +30,7 @@ from profiles.costs import decode_work_s, prefill_s
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import ReplicaState, StepCosts
 
-Pairs = Sequence[tuple[ModelView, StepCosts]]
+Pairs = Sequence[tuple[p.ModelView, StepCosts]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +72,21 @@ class Prospects:
         self._part = 0
         self._round_s = -math.inf
         self._began_s = math.inf
-        self._events: tuple[ExpectedLoad, ...] = ()
+        self._events: tuple[p.ExpectedLoad, ...] = ()
         self._rounds = 0
         self._more_replicas: dict[DeploymentKey, tuple[float, int, str]] = {}
         """Until when a model should have so many at least, and why."""
         self._more_kv: dict[DeploymentKey, tuple[float, str]] = {}
-        self._held: dict[ReplicaId, tuple[float, Action, int]] = {}
+        self._held: dict[ReplicaId, tuple[float, p.Action, int]] = {}
         """What triggers did lately, until when it holds, and what was there before."""
-        self._actions: list[Action] = []
+        self._actions: list[p.Action] = []
         self._weights: dict[ReplicaId, float] = {}
         self._why: dict[DeploymentKey, str] = {}
         self._told: dict[DeploymentKey, str] = {}
 
     # ------------------------------------------------------------------------------------------------------------ looking
 
-    def look(self, now_s: float, view: PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
+    def look(self, now_s: float, view: p.PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
         """Takes what arrived and what engines say; ``needs`` are in the order of ``pairs``."""
         for model, _ in pairs:
             arrivals = model.arrivals
@@ -114,7 +104,7 @@ class Prospects:
         self._follow(now_s, view, pairs)
         self._read(now_s, view, pairs, needs)
 
-    def _begin(self, now_s: float, view: PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
+    def _begin(self, now_s: float, view: p.PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
         """A round: all that arrived before it is told under its time, over the next looks."""
         gone_s = now_s - self._round_s
         self._round_s = now_s
@@ -156,7 +146,7 @@ class Prospects:
 
     # --------------------------------------------------------------------------------------------------------- forecasting
 
-    def _follow(self, now_s: float, view: PoolView, pairs: Pairs) -> None:
+    def _follow(self, now_s: float, view: p.PoolView, pairs: Pairs) -> None:
         """Asks the forecast for each model that it can say something of, one now and then; all once there is an event."""
         declared = view.events != self._events
         if declared:
@@ -190,7 +180,7 @@ class Prospects:
 
     # ------------------------------------------------------------------------------------------------------------ readings
 
-    def _read(self, now_s: float, view: PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
+    def _read(self, now_s: float, view: p.PoolView, pairs: Pairs, needs: Sequence[ModelNeed]) -> None:
         replicas = {replica.replica: replica for model, _ in pairs for replica in model.replicas}
         self._held = {name: held for name, held in self._held.items() if held[0] > now_s and name in replicas}
         self._more_replicas = {name: wish for name, wish in self._more_replicas.items() if wish[0] > now_s}
@@ -212,7 +202,7 @@ class Prospects:
         models = {model.record.deployment: model for model, _ in pairs}
         for name, action in asked.actions.items():
             replica = replicas[name]
-            if isinstance(action, SetReplicaConcurrency):
+            if isinstance(action, p.SetReplicaConcurrency):
                 self._held[name] = (now_s + t.QUIET_S, action, replica.slots)
             elif models[replica.deployment].resizes_kv:
                 self._held[name] = (now_s + t.QUIET_S, action, replica.kv_bytes)
@@ -225,7 +215,7 @@ class Prospects:
         self._more_kv |= {deployment: (now_s + t.WISH_S, why) for deployment, why in asked.more_kv.items()}
 
     def _reading(
-        self, model: ModelView, costs: StepCosts, need: ModelNeed, replica: ReplicaView, takers: Counter[DeviceKey]
+        self, model: p.ModelView, costs: StepCosts, need: ModelNeed, replica: p.ReplicaView, takers: Counter[DeviceKey]
     ) -> EngineReading:
         """Turns with neighbours are planned for, and a profile may be wrong for a model: neither is contention. An engine
         counts all prompt tokens, also those of prompts without any known prefix: so what there is to find is taken to be the
@@ -247,7 +237,7 @@ class Prospects:
             hits = replica.hit_ratio / known.best_hits if known.best_hits >= t.HITS_KNOWN_MIN else None
         return EngineReading(replica, model.waiting, hits, step_s, alone_s)
 
-    def _profile_s(self, model: ModelView, costs: StepCosts, need: ModelNeed, replica: ReplicaView) -> float:
+    def _profile_s(self, model: p.ModelView, costs: StepCosts, need: ModelNeed, replica: p.ReplicaView) -> float:
         """What a step with this batch takes by the profile, prompts that share steps with answers counted on average."""
         tokens = (replica.kv_pages - replica.kv_pages_free) * model.record.block_size
         decode_s = costs.step_const_s + replica.running * costs.step_request_s + tokens * costs.step_context_token_s
@@ -309,7 +299,7 @@ class Prospects:
         """By how much its routing weight is to be multiplied; 1 while nothing is learned."""
         return self._weights.get(replica, 1.0)
 
-    def told(self, now_s: float, decision: Decision) -> Decision:
+    def told(self, now_s: float, decision: p.Decision) -> p.Decision:
         """The decision with what triggers do at once, and with what was foreseen in its reasons and notes."""
         at_once, self._actions = self._actions, []
         notes = {}
@@ -318,14 +308,14 @@ class Prospects:
             self._told = dict(self._why)
         if not self._held and not at_once and not notes and not self._why:
             return decision
-        busy = {action.replica for action in at_once if isinstance(action, ResizeReplicaKv | SetReplicaConcurrency)}
-        starts = any(isinstance(action, StartReplica) for action in decision.actions)
-        rest: list[Action] = []
+        busy = {action.replica for action in at_once if isinstance(action, p.ResizeReplicaKv | p.SetReplicaConcurrency)}
+        starts = any(isinstance(action, p.StartReplica) for action in decision.actions)
+        rest: list[p.Action] = []
         for action in decision.actions:
             match action:
-                case StartReplica() if action.deployment in self._why:
+                case p.StartReplica() if action.deployment in self._why:
                     rest.append(replace(action, reason=f"{action.reason}; {self._why[action.deployment]}"))
-                case ResizeReplicaKv() | SetReplicaConcurrency() if action.replica in busy or (
+                case p.ResizeReplicaKv() | p.SetReplicaConcurrency() if action.replica in busy or (
                     not starts and self._undoes(now_s, action)
                 ):
                     pass
@@ -333,12 +323,12 @@ class Prospects:
                     rest.append(action)
         return replace(decision, actions=(*at_once, *rest), notes=decision.notes | notes)
 
-    def _undoes(self, now_s: float, action: ResizeReplicaKv | SetReplicaConcurrency) -> bool:
+    def _undoes(self, now_s: float, action: p.ResizeReplicaKv | p.SetReplicaConcurrency) -> bool:
         """Whether it takes back what a trigger has just done."""
         until_s, done, was = self._held.get(action.replica, (-math.inf, action, 0))
         match done, action:
-            case ResizeReplicaKv(), ResizeReplicaKv() if now_s < until_s:
+            case p.ResizeReplicaKv(), p.ResizeReplicaKv() if now_s < until_s:
                 return (done.kv_bytes > was) == (action.kv_bytes < done.kv_bytes) and action.kv_bytes != done.kv_bytes
-            case SetReplicaConcurrency(), SetReplicaConcurrency() if now_s < until_s:
+            case p.SetReplicaConcurrency(), p.SetReplicaConcurrency() if now_s < until_s:
                 return action.slots > done.slots
         return False

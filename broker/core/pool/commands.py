@@ -6,24 +6,8 @@ from collections.abc import Callable, Sequence
 
 from broker.core.pool.events import SchedulerCommand, SchedulerSettings, SendCommand
 from broker.core.pool.transaction import Change, Operation, Transaction, Victim
+from subjects import messages as m
 from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
-from subjects.messages import (
-    DrainReplica,
-    EvictKv,
-    JournalEntry,
-    KvOrder,
-    LoadModel,
-    MigrateKv,
-    ModelRecord,
-    ResizeKv,
-    SetConcurrency,
-    StepEnded,
-    StepSent,
-    TransactionBegan,
-    TransactionEnded,
-    UnloadReplica,
-    WorkerCommand,
-)
 
 
 class Orders:
@@ -35,11 +19,11 @@ class Orders:
         self._out = out
         self._begun = 0
         self._operations: dict[OperationId, Operation] = {}
-        self._journal: list[JournalEntry] = []
+        self._journal: list[m.JournalEntry] = []
         self.epoch = 0
         self.unix_offset_s = 0.0
         """Added to the scheduler's clock it gives wall-clock time, for the journal."""
-        self.measures: Callable[[ModelRecord, WorkerId, DeviceId], bool] = lambda _record, _worker, _device: False
+        self.measures: Callable[[m.ModelRecord, WorkerId, DeviceId], bool] = lambda _record, _worker, _device: False
         """Whether costs are to be measured where a model is loaded."""
 
     def lead(self, epoch: int) -> None:
@@ -60,7 +44,7 @@ class Orders:
 
     def drain(self, now_s: float, transaction: Transaction, replica: ReplicaId) -> None:
         """No new requests for a replica; the running ones have the transaction's time."""
-        command = DrainReplica(
+        command = m.DrainReplica(
             operation=self._next(),
             epoch=self.epoch,
             reason=transaction.reason,
@@ -72,7 +56,7 @@ class Orders:
     def unload(self, now_s: float, transaction: Transaction, victim: Victim) -> None:
         """Ends a replica's process; by force when it did not drain, or was asked before."""
         victim.unloads += 1
-        command = UnloadReplica(
+        command = m.UnloadReplica(
             operation=self._next(),
             epoch=self.epoch,
             reason=transaction.reason,
@@ -81,9 +65,9 @@ class Orders:
         )
         self._send(now_s, transaction, command, victim.replica, self._settings.unload_s_max)
 
-    def load(self, now_s: float, transaction: Transaction, record: ModelRecord) -> None:
+    def load(self, now_s: float, transaction: Transaction, record: m.ModelRecord) -> None:
         """Starts the newcomer on all its devices."""
-        command = LoadModel(
+        command = m.LoadModel(
             operation=self._next(),
             epoch=self.epoch,
             reason=transaction.reason,
@@ -99,24 +83,24 @@ class Orders:
     def change(self, now_s: float, transaction: Transaction, change: Change) -> None:
         """Gives a replica another KV budget or concurrency."""
         operation, epoch, reason = self._next(), self.epoch, transaction.reason
-        command: WorkerCommand
+        command: m.WorkerCommand
         if change.kv_bytes is not None:
-            command = ResizeKv(
+            command = m.ResizeKv(
                 operation=operation, epoch=epoch, reason=reason, replica=change.replica, kv_bytes=change.kv_bytes
             )
         else:
             assert change.slots is not None, "a change is one of the two"
-            command = SetConcurrency(
+            command = m.SetConcurrency(
                 operation=operation, epoch=epoch, reason=reason, replica=change.replica, slots=change.slots
             )
         self._send(now_s, transaction, command, None, self._settings.change_s_max)
 
-    def ask_kv(self, now_s: float, transaction: Transaction, order: KvOrder, operation: OperationId | None) -> None:
+    def ask_kv(self, now_s: float, transaction: Transaction, order: m.KvOrder, operation: OperationId | None) -> None:
         """Asks a worker's KV node; under the id of an earlier leader's command where that may have been heard."""
         operation, epoch, reason = operation or self._next(), self.epoch, transaction.reason
-        command: WorkerCommand
+        command: m.WorkerCommand
         if order.source is None:
-            command = EvictKv(
+            command = m.EvictKv(
                 operation=operation,
                 epoch=epoch,
                 reason=reason,
@@ -125,7 +109,7 @@ class Orders:
                 timeout_s=order.timeout_s,
             )
         else:
-            command = MigrateKv(
+            command = m.MigrateKv(
                 operation=operation,
                 epoch=epoch,
                 reason=reason,
@@ -149,7 +133,7 @@ class Orders:
         self,
         now_s: float,
         transaction: Transaction,
-        command: WorkerCommand,
+        command: m.WorkerCommand,
         victim: ReplicaId | None,
         limit_s: float,
     ) -> None:
@@ -164,7 +148,7 @@ class Orders:
             sent_s=now_s,
         )
         self._journal.append(
-            StepSent(
+            m.StepSent(
                 transaction=transaction.name,
                 operation=command.operation,
                 worker=transaction.worker,
@@ -180,7 +164,7 @@ class Orders:
         """The end of one command; ``failure`` is empty when it did what it should, ``detail`` says what that was."""
         del self._operations[operation.operation]
         self._journal.append(
-            StepEnded(
+            m.StepEnded(
                 transaction=transaction.name,
                 operation=operation.operation,
                 at_unix_s=now_s + self.unix_offset_s,
@@ -209,7 +193,7 @@ class Orders:
         """Writes that a transaction began, with all that a successor needs to finish it."""
         change = transaction.change
         self._journal.append(
-            TransactionBegan(
+            m.TransactionBegan(
                 transaction=transaction.name,
                 kind=transaction.kind.value,
                 at_unix_s=now_s + self.unix_offset_s,
@@ -237,9 +221,9 @@ class Orders:
 
     def close(self, now_s: float, name: str, failure: str) -> None:
         """Writes the end of a transaction."""
-        self._journal.append(TransactionEnded(transaction=name, at_unix_s=now_s + self.unix_offset_s, failure=failure))
+        self._journal.append(m.TransactionEnded(transaction=name, at_unix_s=now_s + self.unix_offset_s, failure=failure))
 
-    def take_journal(self) -> tuple[JournalEntry, ...]:
+    def take_journal(self) -> tuple[m.JournalEntry, ...]:
         """What there is to append since the last call, in order."""
         journal, self._journal = self._journal, []
         return tuple(journal)

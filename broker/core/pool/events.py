@@ -7,21 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from subjects import messages as m
 from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
-from subjects.messages import (
-    Alert,
-    CommandReply,
-    IngressTelemetry,
-    JournalEntry,
-    KeptCosts,
-    KvOrder,
-    ModelRecord,
-    Overrides,
-    PoolDigest,
-    WorkerCommand,
-    WorkerEvent,
-    WorkerSnapshot,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +85,21 @@ class BeatSeen:
 class WorkerReported:
     """A worker's whole state arrived."""
 
-    snapshot: WorkerSnapshot
+    snapshot: m.WorkerSnapshot
 
 
 @dataclass(frozen=True, slots=True)
 class IngressReported:
     """A gateway's whole demand arrived: a model that it does not name has none there."""
 
-    telemetry: IngressTelemetry
+    telemetry: m.IngressTelemetry
 
 
 @dataclass(frozen=True, slots=True)
 class CommandAnswered:
     """A worker answered a command at once."""
 
-    reply: CommandReply
+    reply: m.CommandReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +113,21 @@ class CommandUnanswered:
 class OperationSeen:
     """A worker told of an operation's progress or end, or of a replica's death."""
 
-    event: WorkerEvent
+    event: m.WorkerEvent
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryLoaded:
     """The whole registry was read. Before this nothing is decided, or every loaded model would look like an orphan."""
 
-    records: tuple[ModelRecord, ...]
+    records: tuple[m.ModelRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelApplied:
     """A record was stored. It replaces the one of the same name and clears the model's failures."""
 
-    record: ModelRecord
+    record: m.ModelRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +146,7 @@ class OverridesChanged:
     new, and what is there leaves, locked, pinned or not; an event is load that is known beforehand.
     """
 
-    overrides: Overrides
+    overrides: m.Overrides
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +162,14 @@ class KvOrdered:
 
     worker: WorkerId
     deployment: DeploymentKey
-    order: KvOrder
+    order: m.KvOrder
 
 
 @dataclass(frozen=True, slots=True)
 class CostsKept:
     """What was measured and kept before, or what another scheduler has kept just now."""
 
-    entries: tuple[KeptCosts, ...]
+    entries: tuple[m.KeptCosts, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +198,14 @@ class JournalRestored:
     Comes before :class:`LeadershipGained`. The agents' reports are trusted first; what they do not show as done is done.
     """
 
-    entries: tuple[JournalEntry, ...]
+    entries: tuple[m.JournalEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DigestRestored:
     """The last digest of an earlier leader: its dead stay dead, its timeline goes on."""
 
-    digest: PoolDigest
+    digest: m.PoolDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +273,7 @@ class SendCommand:
     """Send to a worker and report the answer, or its absence after ``timeout_s``."""
 
     worker: WorkerId
-    command: WorkerCommand
+    command: m.WorkerCommand
     timeout_s: float
 
 
@@ -298,7 +285,7 @@ class AppendJournal:
     agents report more than what the journal says.
     """
 
-    entries: tuple[JournalEntry, ...]
+    entries: tuple[m.JournalEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,15 +293,15 @@ class PublishDigest:
     """Tell everybody the state of the pool. ``stored`` is the copy for the bucket, from which a successor goes on: it has
     the timeline and all of the dead besides."""
 
-    digest: PoolDigest
-    stored: PoolDigest
+    digest: m.PoolDigest
+    stored: m.PoolDigest
 
 
 @dataclass(frozen=True, slots=True)
 class RaiseAlert:
     """Publish an alert."""
 
-    alert: Alert
+    alert: m.Alert
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +315,7 @@ class Resign:
 class KeepCosts:
     """Keep what was measured, over restarts of everything."""
 
-    kept: KeptCosts
+    kept: m.KeptCosts
 
 
 SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign | KeepCosts

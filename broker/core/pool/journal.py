@@ -14,16 +14,8 @@ from enum import Enum
 from broker.core.pool.catalogue import Catalogue
 from broker.core.pool.older import kept_in_journal
 from broker.core.pool.state import COMING, Pool, Replica
+from subjects import messages as m
 from subjects.ids import DeploymentKey, OperationId, ReplicaId
-from subjects.messages import (
-    JournalEntry,
-    LoadModel,
-    ReplicaState,
-    StepEnded,
-    StepSent,
-    TransactionBegan,
-    TransactionEnded,
-)
 
 TRANSACTIONS_MAX = 500
 """So many transactions are remembered, the latest ones. Finished ones go first: unfinished ones may be twice as many."""
@@ -35,8 +27,8 @@ STEPS_MAX = 64
 class Step:
     """One command of a transaction."""
 
-    sent: StepSent
-    ended: StepEnded | None = None
+    sent: m.StepSent
+    ended: m.StepEnded | None = None
 
     @property
     def failure(self) -> str | None:
@@ -48,16 +40,16 @@ class Step:
 class Recorded:
     """A transaction as its entries tell it; one without an end is unfinished."""
 
-    began: TransactionBegan
+    began: m.TransactionBegan
     steps: dict[OperationId, Step] = field(default_factory=dict)
-    ended: TransactionEnded | None = None
+    ended: m.TransactionEnded | None = None
 
     @property
     def name(self) -> str:
         """``<epoch>-<number>``"""
         return self.began.transaction
 
-    def entries(self) -> list[JournalEntry]:
+    def entries(self) -> list[m.JournalEntry]:
         """The entries that tell of it, in order."""
         steps = (entry for step in self.steps.values() for entry in (step.sent, step.ended))
         return [entry for entry in (self.began, *steps, self.ended) if entry is not None]
@@ -70,9 +62,9 @@ class TransactionLog:
         self._transactions_max = transactions_max
         self._known: dict[str, Recorded] = {}
 
-    def add(self, entry: JournalEntry) -> None:
+    def add(self, entry: m.JournalEntry) -> None:
         """Takes the next entry. One whose begin is not known, or no longer, is ignored."""
-        if isinstance(entry, TransactionBegan):
+        if isinstance(entry, m.TransactionBegan):
             self._known.setdefault(entry.transaction, Recorded(entry))
             self._forget()
             return
@@ -80,14 +72,14 @@ class TransactionLog:
         if known is None:
             return
         match entry:
-            case StepSent():
+            case m.StepSent():
                 if len(known.steps) < STEPS_MAX:
                     known.steps.setdefault(entry.operation, Step(entry))
-            case StepEnded():
+            case m.StepEnded():
                 step = known.steps.get(entry.operation)
                 if step is not None and step.ended is None:
                     step.ended = entry
-            case TransactionEnded():
+            case m.TransactionEnded():
                 known.ended = known.ended or entry
 
     def _forget(self) -> None:
@@ -119,7 +111,7 @@ class TransactionLog:
         """All that are known, oldest first."""
         return list(self._known.values())
 
-    def unfinished(self) -> tuple[JournalEntry, ...]:
+    def unfinished(self) -> tuple[m.JournalEntry, ...]:
         """The entries of all transactions without an end, oldest transaction first: what ``JournalRestored`` carries."""
         return tuple(entry for one in self._known.values() if one.ended is None for entry in one.entries())
 
@@ -156,7 +148,7 @@ class Resumption:
     """Those that have left for it."""
 
 
-def resume(entries: Iterable[JournalEntry], pool: Pool, catalogue: Catalogue) -> list[Resumption]:
+def resume(entries: Iterable[m.JournalEntry], pool: Pool, catalogue: Catalogue) -> list[Resumption]:
     """How to go on with what earlier leaders left unfinished, oldest first.
 
     Call it once the agents have reported and the registry is read: what they show is trusted first.
@@ -173,7 +165,7 @@ def _resumption(one: Recorded, pool: Pool, catalogue: Catalogue) -> Resumption:
     gone: list[tuple[ReplicaId, DeploymentKey]] = []
     for replica, deployment in zip(began.replicas, began.deployments, strict=False):
         listed = pool.replicas.get(replica)
-        if listed is None or listed.dead or listed.report.state is ReplicaState.FAILED:
+        if listed is None or listed.dead or listed.report.state is m.ReplicaState.FAILED:
             gone.append((replica, deployment))
         else:
             there.append(listed)
@@ -215,13 +207,13 @@ def _of_placement(
 ) -> tuple[Course, str]:
     began = one.began
     if newcomer is not None and not newcomer.dead:
-        if newcomer.report.state is ReplicaState.READY:
+        if newcomer.report.state is m.ReplicaState.READY:
             return Course.FINISHED, "its newcomer is ready"
-        if newcomer.report.state in COMING or newcomer.report.state is ReplicaState.ABSENT:
+        if newcomer.report.state in COMING or newcomer.report.state is m.ReplicaState.ABSENT:
             return Course.GO_ON, "its newcomer loads"
     if newcomer is not None:
         return Course.MAKE_GOOD, newcomer.report.failure or f"its newcomer is {newcomer.report.state.value}"
-    load = next((step for step in reversed(one.steps.values()) if isinstance(step.sent.command, LoadModel)), None)
+    load = next((step for step in reversed(one.steps.values()) if isinstance(step.sent.command, m.LoadModel)), None)
     if load is not None and load.failure:
         return Course.MAKE_GOOD, load.failure
     if load is not None and load.failure == "":
@@ -230,7 +222,7 @@ def _of_placement(
         return Course.MAKE_GOOD, "nobody applied its model (any more)"
     if catalogue.locked(began.record.deployment):
         return Course.MAKE_GOOD, "a person has locked its model"
-    if began.replicas and not gone and all(replica.report.state is ReplicaState.READY for replica in there):
+    if began.replicas and not gone and all(replica.report.state is m.ReplicaState.READY for replica in there):
         return Course.DROP, "nobody had left for it"
     return Course.GO_ON, "its newcomer is not loaded yet"
 
@@ -242,7 +234,7 @@ def _of_kv(one: Recorded) -> tuple[Course, str]:
     return (Course.DROP, step.failure) if step.failure else (Course.FINISHED, "its KV node has answered")
 
 
-def _is_as_meant(began: TransactionBegan, replica: Replica) -> bool:
+def _is_as_meant(began: m.TransactionBegan, replica: Replica) -> bool:
     if began.kind == "resize-kv":
         return replica.report.kv_bytes == began.kv_bytes
     return replica.report.slots == began.slots

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from subjects import messages as m
 from subjects.ids import DeviceId, ReplicaId, WorkerId
-from subjects.messages import DeviceReport, Lane, ModelDemand, ReplicaReport, ReplicaState, SlaClass, WorkerSnapshot
 
-COMING = frozenset({ReplicaState.FETCHING, ReplicaState.LOADING, ReplicaState.WARMING})
+COMING = frozenset({m.ReplicaState.FETCHING, m.ReplicaState.LOADING, m.ReplicaState.WARMING})
 """States on the way to ready: busy by definition, never evicted."""
 
 
@@ -27,7 +27,7 @@ class Worker:
     worker: WorkerId
     last_heard: float
     presence: Presence = Presence.LIVE
-    snapshot: WorkerSnapshot | None = None
+    snapshot: m.WorkerSnapshot | None = None
     died_s: float = 0.0
     closed: bool = False
     """Drained by a person."""
@@ -51,7 +51,7 @@ class Replica:
     """
 
     worker: WorkerId
-    report: ReplicaReport
+    report: m.ReplicaReport
     reported_s: float
     ready_s: float | None = None
     """Since when it is ready."""
@@ -77,7 +77,7 @@ class Device:
     """A device of a worker, with its newest report."""
 
     worker: Worker
-    report: DeviceReport
+    report: m.DeviceReport
     key: tuple[WorkerId, DeviceId]
 
 
@@ -88,7 +88,7 @@ class Demand:
     waiting: int = 0
     running: int = 0
     oldest_wait_s: float = 0.0
-    queues: frozenset[tuple[SlaClass, Lane]] = frozenset()
+    queues: frozenset[tuple[m.SlaClass, m.Lane]] = frozenset()
     """Where tickets wait."""
     waiting_input_tokens: int = 0
 
@@ -108,7 +108,7 @@ class Flow:
     finished_output_tokens: int = 0
     within_slo: int = 0
 
-    def add(self, row: ModelDemand) -> None:
+    def add(self, row: m.ModelDemand) -> None:
         """One gateway's counts of one model, class and lane."""
         self.finished += row.finished
         self.finished_output_tokens += row.output_tokens

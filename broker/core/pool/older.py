@@ -12,29 +12,19 @@ import msgspec
 
 from broker.core.pool.catalogue import Catalogue
 from profiles.deployment import with_deployment
-from subjects.messages import (
-    IngressTelemetry,
-    JournalEntry,
-    LoadModel,
-    ModelDemand,
-    ModelRecord,
-    ReplicaReport,
-    StepSent,
-    TransactionBegan,
-    WorkerSnapshot,
-)
+from subjects import messages as m
 
-_Row = TypeVar("_Row", ReplicaReport, ModelDemand)
+_Row = TypeVar("_Row", m.ReplicaReport, m.ModelDemand)
 
 
-def told_by_worker(snapshot: WorkerSnapshot, catalogue: Catalogue) -> WorkerSnapshot:
+def told_by_worker(snapshot: m.WorkerSnapshot, catalogue: Catalogue) -> m.WorkerSnapshot:
     """A worker's snapshot."""
     if all(report.deployment for report in snapshot.replicas):
         return snapshot
     return msgspec.structs.replace(snapshot, replicas=tuple(_row(report, catalogue) for report in snapshot.replicas))
 
 
-def told_by_gateway(telemetry: IngressTelemetry, catalogue: Catalogue) -> IngressTelemetry:
+def told_by_gateway(telemetry: m.IngressTelemetry, catalogue: Catalogue) -> m.IngressTelemetry:
     """A gateway's counts; those of a model hash that names no deployment are left out."""
     if all(row.deployment for row in telemetry.demand):
         return telemetry
@@ -42,13 +32,13 @@ def told_by_gateway(telemetry: IngressTelemetry, catalogue: Catalogue) -> Ingres
     return msgspec.structs.replace(telemetry, demand=tuple(row for row in rows if row.deployment))
 
 
-def kept_in_journal(entry: JournalEntry, catalogue: Catalogue) -> JournalEntry:
+def kept_in_journal(entry: m.JournalEntry, catalogue: Catalogue) -> m.JournalEntry:
     """An entry of the journal."""
-    if isinstance(entry, TransactionBegan):
+    if isinstance(entry, m.TransactionBegan):
         record = _record(entry.record, catalogue) if entry.record is not None else None
         deployments = entry.deployments or tuple(catalogue.deployment_of(files) for files in entry.model_hashes)
         return msgspec.structs.replace(entry, record=record, deployments=deployments)
-    if isinstance(entry, StepSent) and isinstance(entry.command, LoadModel):
+    if isinstance(entry, m.StepSent) and isinstance(entry.command, m.LoadModel):
         command = msgspec.structs.replace(entry.command, record=_record(entry.command.record, catalogue))
         return msgspec.structs.replace(entry, command=command)
     return entry
@@ -58,7 +48,7 @@ def _row(row: _Row, catalogue: Catalogue) -> _Row:
     return row if row.deployment else msgspec.structs.replace(row, deployment=catalogue.deployment_of(row.model_hash))
 
 
-def _record(record: ModelRecord, catalogue: Catalogue) -> ModelRecord:
+def _record(record: m.ModelRecord, catalogue: Catalogue) -> m.ModelRecord:
     """What a load was to be of. Its KV is what was decided then, so that its own numbers do not tell its deployment."""
     named = catalogue.records.get(record.name)
     if not record.deployment and named is not None and named.model_hash == record.model_hash:

@@ -35,18 +35,8 @@ from broker.core.pool.state import COMING, Pool, Replica, Reservation, Worker
 from broker.core.pool.transaction import TRANSITIONS as TRANSITIONS
 from broker.core.pool.transaction import Change, Fault, Kind, Operation, Transaction, Victim
 from broker.core.pool.transaction import Stage as Stage
+from subjects import messages as m
 from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId, base_name
-from subjects.messages import (
-    CommandOutcome,
-    CommandReply,
-    DrainReplica,
-    KvOrder,
-    LoadModel,
-    ModelRecord,
-    OperationEnded,
-    ReplicaState,
-    TransactionBegan,
-)
 
 
 class Transactions:
@@ -89,7 +79,7 @@ class Transactions:
 
     # ----------------------------------------------------------------------------------------------------- beginning
 
-    def place(self, now_s: float, placement: Placement, record: ModelRecord) -> Transaction:
+    def place(self, now_s: float, placement: Placement, record: m.ModelRecord) -> Transaction:
         """Reserves the room on all devices, and begins to drain the victims."""
         transaction = self._begin(now_s, Kind.PLACE, placement.worker, placement.devices, placement.reason)
         transaction.record = record
@@ -141,7 +131,7 @@ class Transactions:
         now_s: float,
         worker: WorkerId,
         deployment: DeploymentKey,
-        order: KvOrder,
+        order: m.KvOrder,
         reason: str,
     ) -> Transaction:
         """Asks the KV node of a worker, at once: it needs no room."""
@@ -152,7 +142,7 @@ class Transactions:
         self._send_kv(now_s, transaction, order, None)
         return transaction
 
-    def take_up_kv(self, now_s: float, began: TransactionBegan, order: KvOrder, sent: OperationId | None) -> Transaction:
+    def take_up_kv(self, now_s: float, began: m.TransactionBegan, order: m.KvOrder, sent: OperationId | None) -> Transaction:
         """Goes on with what an earlier leader asked, under its own name. ``sent`` is the command that may have been heard:
         its worker knows it again and does it once."""
         transaction = self._begin(now_s, Kind(began.kind), began.worker, (), began.reason)
@@ -161,7 +151,7 @@ class Transactions:
         self._send_kv(now_s, transaction, order, sent)
         return transaction
 
-    def _send_kv(self, now_s: float, transaction: Transaction, order: KvOrder, sent: OperationId | None) -> None:
+    def _send_kv(self, now_s: float, transaction: Transaction, order: m.KvOrder, sent: OperationId | None) -> None:
         transaction.move(now_s, Stage.WAITING)
         transaction.move(now_s, Stage.CHANGING)
         self.orders.ask_kv(now_s, transaction, order, sent)
@@ -191,7 +181,7 @@ class Transactions:
     def take_up(
         self,
         now_s: float,
-        began: TransactionBegan,
+        began: m.TransactionBegan,
         newcomer: Replica | None,
         there: Sequence[Replica],
         gone: Sequence[tuple[ReplicaId, DeploymentKey]],
@@ -250,27 +240,27 @@ class Transactions:
 
     # --------------------------------------------------------------------------------------------------------- answers
 
-    def answered(self, now_s: float, reply: CommandReply) -> None:
+    def answered(self, now_s: float, reply: m.CommandReply) -> None:
         """A worker took or refused a command. (A stale epoch is the caller's business.)"""
         operation = self.orders.find(reply.operation)
         if operation is None:
             return
         match reply.outcome:
-            case CommandOutcome.ACCEPTED | CommandOutcome.REPEATED:
+            case m.CommandOutcome.ACCEPTED | m.CommandOutcome.REPEATED:
                 operation.answered = True
-            case CommandOutcome.REFUSED:
+            case m.CommandOutcome.REFUSED:
                 self._failed(now_s, operation, f"refused: {reply.detail}", Fault.PLACE)
-            case CommandOutcome.STALE_EPOCH:
+            case m.CommandOutcome.STALE_EPOCH:
                 pass
 
-    def operation_ended(self, now_s: float, event: OperationEnded) -> None:
+    def operation_ended(self, now_s: float, event: m.OperationEnded) -> None:
         """The end of a step, good or bad."""
         operation = self.orders.find(event.operation)
         if operation is None:
             return
         transaction = self.running[operation.transaction]
         if event.failure:
-            if isinstance(operation.command, LoadModel) and event.replica is not None:
+            if isinstance(operation.command, m.LoadModel) and event.replica is not None:
                 # An agent ends a load only when its process is gone, so its room is free already.
                 self._pool.load_failed(event.replica, event.failure)
                 transaction.replica = event.replica
@@ -298,7 +288,7 @@ class Transactions:
         self.orders.ended(now_s, transaction, operation, "")
         assert operation.victim is not None
         victim = transaction.victims[operation.victim]
-        if isinstance(operation.command, DrainReplica):
+        if isinstance(operation.command, m.DrainReplica):
             victim.drained = True
             self.orders.unload(now_s, transaction, victim)
         else:
@@ -320,7 +310,7 @@ class Transactions:
             self._abort(now_s, transaction, fault, failure, unsure=unsure)
             return
         victim = transaction.victims[operation.victim]
-        if isinstance(operation.command, DrainReplica):
+        if isinstance(operation.command, m.DrainReplica):
             transaction.overran = True
             victim.forced = True
             self.orders.unload(now_s, transaction, victim)
@@ -343,9 +333,9 @@ class Transactions:
         if transaction is None or transaction.stage is not Stage.LOADING:
             return False
         transaction.replica = replica.replica
-        if replica.report.state is ReplicaState.READY:
+        if replica.report.state is m.ReplicaState.READY:
             self._loaded(now_s, transaction, replica.replica, 0.0)
-        elif replica.report.state is ReplicaState.FAILED and replica.report.budget_bytes == 0:
+        elif replica.report.state is m.ReplicaState.FAILED and replica.report.budget_bytes == 0:
             # While it is still charged its process is ending; its agent's last word on it will say more.
             self._abort(now_s, transaction, Fault.MODEL, replica.report.failure or "the load failed")
         return True
@@ -457,7 +447,7 @@ class Transactions:
                     # Else single loads could take its devices in turns for ever.
                     kept.update((transaction.worker, device) for device in transaction.devices)
 
-    def _load(self, now_s: float, transaction: Transaction, record: ModelRecord) -> None:
+    def _load(self, now_s: float, transaction: Transaction, record: m.ModelRecord) -> None:
         transaction.move(now_s, Stage.LOADING)
         transaction.load_begun_s = now_s
         self._pool.reserve(replace(self._pool.reservations[transaction.replica_name], sent=True))

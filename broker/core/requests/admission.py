@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from profiles.costs import prefill_s
+from subjects import messages as m
 from subjects.ids import DeploymentKey, RequestId, Tenant
-from subjects.messages import TASK_OF, Adapter, Endpoint, ModelRecord, PoolModel, SlaClass, Task
 
 _Key = TypeVar("_Key")
 
@@ -22,7 +22,7 @@ RETRY_AFTER_S_DEFAULT = 1
 RETRY_AFTER_S_MAX = 60
 RETRY_AFTER_PERMANENT_S = 600
 """For a model that cannot fit: only an operator can change that."""
-_ABILITIES = {Task.GENERATE: "chat and text completions", Task.EMBED: "embeddings"}
+_ABILITIES = {m.Task.GENERATE: "chat and text completions", m.Task.EMBED: "embeddings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class ModelView:
     With ``adapter`` it is that adapter of the model: the same queue and replicas under another name.
     """
 
-    record: ModelRecord
-    pool: PoolModel | None = None
+    record: m.ModelRecord
+    pool: m.PoolModel | None = None
     replicas_ready: int = 0
-    adapter: Adapter | None = None
+    adapter: m.Adapter | None = None
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class Wish:
 
     tags: tuple[str, ...] = ()
     quality_tier_min: int = 0
-    task: Task = Task.GENERATE
+    task: m.Task = m.Task.GENERATE
 
 
 def retry_after_s(estimated_wait_s: float) -> int:
@@ -99,7 +99,7 @@ def pool_refusal(view: ModelView) -> Refused | None:
     return Refused(503, message, "server_error", "model_unavailable", "model", max(1, pool.retry_after_s))
 
 
-def context_refusal(record: ModelRecord, *, input_tokens: int, max_tokens: int | None) -> Refused | None:
+def context_refusal(record: m.ModelRecord, *, input_tokens: int, max_tokens: int | None) -> Refused | None:
     """A prompt that leaves no room for an answer, or not for the answer asked for, fails before it costs anything."""
     context = record.max_context_len
     wanted = 1 if max_tokens is None else max_tokens
@@ -113,11 +113,11 @@ def context_refusal(record: ModelRecord, *, input_tokens: int, max_tokens: int |
     return Refused(400, message, "invalid_request_error", "context_length_exceeded", "messages")
 
 
-def task_refusal(record: ModelRecord, endpoint: Endpoint) -> Refused | None:
+def task_refusal(record: m.ModelRecord, endpoint: m.Endpoint) -> Refused | None:
     """A model that cannot do what the route is for says so, and what it can, before anything wakes for it."""
-    if record.task is TASK_OF[endpoint]:
+    if record.task is m.TASK_OF[endpoint]:
         return None
-    able, asked = _ABILITIES[record.task], _ABILITIES[TASK_OF[endpoint]]
+    able, asked = _ABILITIES[record.task], _ABILITIES[m.TASK_OF[endpoint]]
     message = f"The model '{record.name}' cannot do {asked}; it can do {able}."
     return Refused(400, message, "invalid_request_error", "unsupported_by_model", "model")
 
@@ -154,12 +154,12 @@ def no_model_fits(wish: Wish) -> Refused:
     """No model of the registry can take an ``auto`` request."""
     wanted = f" with the tags {', '.join(wish.tags)}" if wish.tags else ""
     tier = f" of quality tier {wish.quality_tier_min} or more" if wish.quality_tier_min else ""
-    purpose = f" for {_ABILITIES[wish.task]}" if wish.task is not Task.GENERATE else ""
+    purpose = f" for {_ABILITIES[wish.task]}" if wish.task is not m.Task.GENERATE else ""
     message = f"No model{purpose}{wanted}{tier} whose context fits this request is available."
     return Refused(404, message, "invalid_request_error", "no_model_fits", "model")
 
 
-def yields_at_s(record: ModelRecord, input_tokens: int, arrived_s: float) -> float:
+def yields_at_s(record: m.ModelRecord, input_tokens: int, arrived_s: float) -> float:
     """When a request that still waits can no longer meet its model's target for the first token (ops/decisions/0009).
 
     From then on it waits behind those that can. Never where no costs of the model are known: the target may then be one that
@@ -174,7 +174,7 @@ def yields_at_s(record: ModelRecord, input_tokens: int, arrived_s: float) -> flo
 @dataclass(slots=True)
 class _Taken:
     tenant: Tenant
-    queue: tuple[DeploymentKey, SlaClass]
+    queue: tuple[DeploymentKey, m.SlaClass]
     waiting: bool = True
 
 
@@ -186,18 +186,18 @@ class Admission:
         self._limits = limits
         self._taken: dict[RequestId, _Taken] = {}
         self._of_tenant: dict[Tenant, int] = {}
-        self._waiting: dict[tuple[DeploymentKey, SlaClass], int] = {}
+        self._waiting: dict[tuple[DeploymentKey, m.SlaClass], int] = {}
 
     @property
     def in_flight(self) -> int:
         """Requests taken on and not ended."""
         return len(self._taken)
 
-    def waiting(self, model: DeploymentKey, sla_class: SlaClass) -> int:
+    def waiting(self, model: DeploymentKey, sla_class: m.SlaClass) -> int:
         """Requests of one queue that no replica has yet."""
         return self._waiting.get((model, sla_class), 0)
 
-    def admit(self, request: RequestId, tenant: Tenant, sla_class: SlaClass, view: ModelView) -> Refused | None:
+    def admit(self, request: RequestId, tenant: Tenant, sla_class: m.SlaClass, view: ModelView) -> Refused | None:
         """Takes the request on, or says why not.
 
         The order of the checks decides which reason a client hears: what can never work, then its own limit, then ours.

@@ -22,27 +22,8 @@ from broker.core.requests.demand import DemandLedger, within_slo
 from broker.core.requests.links import Link, Links
 from broker.core.requests.live import QUEUED, TRANSITIONS, LiveRequest, State, Taken
 from kvcache.core.prefix_index import PrefixIndex
+from subjects import messages as m
 from subjects.ids import DeploymentKey, IngressId, ModelKey, ReplicaId, RequestId, model_key
-from subjects.messages import (
-    Cancel,
-    Claim,
-    ClaimReply,
-    Delta,
-    Failure,
-    FailureKind,
-    Frames,
-    Hand,
-    Held,
-    HeldEntry,
-    ModelDemand,
-    PoolDigest,
-    PoolModel,
-    Refusal,
-    RefusalReason,
-    ReplicaState,
-    Resend,
-    Ticket,
-)
 
 DEAD_MAX = 4096
 """So many dead incarnations are remembered; the pool's digest goes on naming the recent ones."""
@@ -64,9 +45,9 @@ class RequestCore:
         self._live: dict[RequestId, LiveRequest] = {}
         self._stored: dict[ModelKey, dict[RequestId, None]] = {}
         self._links = Links(prefixes)
-        self._recent: OrderedDict[RequestId, tuple[float, RefusalReason]] = OrderedDict()
+        self._recent: OrderedDict[RequestId, tuple[float, m.RefusalReason]] = OrderedDict()
         self._dead: OrderedDict[ReplicaId, None] = OrderedDict()
-        self._models: dict[DeploymentKey, PoolModel] = {}
+        self._models: dict[DeploymentKey, m.PoolModel] = {}
         self._agenda: Agenda[RequestId] = Agenda()
         self._demand = DemandLedger()
         self._stressed_s = 0.0
@@ -107,7 +88,7 @@ class RequestCore:
         """Models with stored tickets, whose streams are worth a ``QueueChecked`` (about every second), in order of key."""
         return tuple(sorted(self._stored))
 
-    def take_demand(self, now_s: float) -> tuple[ModelDemand, ...]:
+    def take_demand(self, now_s: float) -> tuple[m.ModelDemand, ...]:
         """Waiting and running now, and what arrived and ended since the last call, for the telemetry of the gateway."""
         if now_s - self._stressed_s >= STRESS_EVERY_S:
             self._stressed_s = now_s
@@ -243,7 +224,7 @@ class RequestCore:
         waited_s = now_s - live.waits_since_s
         number = self._links.book(replica, live)
         self._hold(now_s, live, replica)
-        hand = Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
+        hand = m.Hand(number=number, ingress=self._ingress, profile=live.profile, grant=grant)
         granted = ev.RecordGrant(live.request, live.attempt, replica, waited_s, choice.tokens, choice.why)
         self._out += (ev.HandOver(replica, hand), granted)
         return True
@@ -292,8 +273,8 @@ class RequestCore:
         else:
             self._agenda.set(live.request, live.due_s())
 
-    def _ticket(self, live: LiveRequest) -> Ticket:
-        return Ticket(
+    def _ticket(self, live: LiveRequest) -> m.Ticket:
+        return m.Ticket(
             request=live.request,
             attempt=live.attempt,
             publication=live.publication,
@@ -334,8 +315,8 @@ class RequestCore:
     def _judge_claim(self, now_s: float, event: ev.ClaimReceived) -> None:
         claim = event.claim
         verdict = self._verdict(now_s, claim)
-        if isinstance(verdict, RefusalReason):
-            refusal = Refusal(request=claim.request, attempt=claim.attempt, reason=verdict)
+        if isinstance(verdict, m.RefusalReason):
+            refusal = m.Refusal(request=claim.request, attempt=claim.attempt, reason=verdict)
             self._out.append(ev.AnswerClaim(event.token, refusal))
             return
         live, reply = verdict
@@ -355,7 +336,7 @@ class RequestCore:
     def _leave_to_others(self, now_s: float, live: LiveRequest, event: ev.ClaimReceived) -> None:
         """The refusal takes the ticket off the queue, so another one follows; after a pause, since the same replica may ask
         again."""
-        refusal = Refusal(request=live.request, attempt=live.attempt, reason=RefusalReason.UNKNOWN)
+        refusal = m.Refusal(request=live.request, attempt=live.attempt, reason=m.RefusalReason.UNKNOWN)
         self._out.append(ev.AnswerClaim(event.token, refusal))
         if live.stored is not None:
             self._out.append(ev.DeleteTicket(live.stored))
@@ -365,19 +346,19 @@ class RequestCore:
             live.retry_s = now_s + ev.PUBLISH_RETRY_S
             self._move(now_s, live, State.UNSTORED)
 
-    def _verdict(self, now_s: float, claim: Claim) -> RefusalReason | tuple[LiveRequest, ClaimReply]:
+    def _verdict(self, now_s: float, claim: m.Claim) -> m.RefusalReason | tuple[LiveRequest, m.ClaimReply]:
         if claim.replica in self._dead:
-            return RefusalReason.DEAD
+            return m.RefusalReason.DEAD
         live = self._live.get(claim.request)
         if live is None:
-            return self._recent.get(claim.request, (now_s, RefusalReason.UNKNOWN))[1]
+            return self._recent.get(claim.request, (now_s, m.RefusalReason.UNKNOWN))[1]
         if claim.attempt != live.attempt:
-            return RefusalReason.STALE_ATTEMPT if claim.attempt < live.attempt else RefusalReason.UNKNOWN
+            return m.RefusalReason.STALE_ATTEMPT if claim.attempt < live.attempt else m.RefusalReason.UNKNOWN
         if live.state is State.RUNNING and live.holder != claim.replica:
-            return RefusalReason.TAKEN
+            return m.RefusalReason.TAKEN
         grant = live.grant(claim.part)
         if grant is None or (claim.part > 0 and live.state is not State.RUNNING):
-            return RefusalReason.UNKNOWN
+            return m.RefusalReason.UNKNOWN
         return live, grant
 
     def _hold(self, now_s: float, live: LiveRequest, replica: ReplicaId) -> None:
@@ -391,7 +372,7 @@ class RequestCore:
 
     # ------------------------------------------------------------------------------------------------ after the grant
 
-    def _take_frames(self, now_s: float, frames: Frames) -> None:
+    def _take_frames(self, now_s: float, frames: m.Frames) -> None:
         link = self._links.links.get(frames.replica)
         if link is None:
             # It holds something that we gave up while it was out of reach: ``Held`` tells it that nothing is wanted.
@@ -417,7 +398,7 @@ class RequestCore:
         for model in self._links.models_of(frames.replica) if frames.room is not None and self._links.any_parked else ():
             self._serve_parked(now_s, model, frames.replica)
         for request, attempt in unwanted:
-            self._out.append(ev.SendBack(frames.replica, Cancel(ingress=self._ingress, request=request, attempt=attempt)))
+            self._out.append(ev.SendBack(frames.replica, m.Cancel(ingress=self._ingress, request=request, attempt=attempt)))
             link.linger_until_s = now_s + ev.HELD_LINGER_S
 
     def _serve_parked(self, now_s: float, model: DeploymentKey, replica: ReplicaId) -> None:
@@ -439,13 +420,13 @@ class RequestCore:
             return None
         return live
 
-    def _take_delta(self, now_s: float, live: LiveRequest, replica: ReplicaId, delta: Delta) -> None:
+    def _take_delta(self, now_s: float, live: LiveRequest, replica: ReplicaId, delta: m.Delta) -> None:
         match live.take(delta):
             case Taken.REPEATED:
                 pass
             case Taken.GAP:
                 for choice, from_index in live.gaps(now_s, delta):
-                    resend = Resend(
+                    resend = m.Resend(
                         ingress=self._ingress,
                         request=live.request,
                         attempt=live.attempt,
@@ -462,16 +443,16 @@ class RequestCore:
             case _ as never:
                 assert_never(never)
 
-    def _engine_failed(self, now_s: float, live: LiveRequest, failure: Failure) -> None:
+    def _engine_failed(self, now_s: float, live: LiveRequest, failure: m.Failure) -> None:
         match failure.kind:
-            case FailureKind.BAD_REQUEST:
+            case m.FailureKind.BAD_REQUEST:
                 # Never fed to a second replica: what is wrong with it is wrong everywhere.
                 status = failure.status if 400 <= failure.status < 500 else 400
                 bad = ev.Failed(status, failure.message, "invalid_request_error", failure.code, failure.param)
                 self._end(now_s, live, bad)
-            case FailureKind.BUSY if not live.sent_in_attempt:
+            case m.FailureKind.BUSY if not live.sent_in_attempt:
                 self._restart(now_s, live, "the engine was busy", pause_s=ev.PUBLISH_RETRY_S)
-            case FailureKind.SICK | FailureKind.BUSY:
+            case m.FailureKind.SICK | m.FailureKind.BUSY:
                 live.unfit = live.holder
                 self._lose(now_s, live, failure.message, code=failure.code or "engine_failed")
             case _:
@@ -527,7 +508,7 @@ class RequestCore:
             self._out.append(ev.DeleteTicket(live.stored))
         if live.state is State.RUNNING and live.holder is not None:
             if not isinstance(outcome, ev.Finished):
-                cancel = Cancel(ingress=self._ingress, request=live.request, attempt=live.attempt)
+                cancel = m.Cancel(ingress=self._ingress, request=live.request, attempt=live.attempt)
                 self._out.append(ev.SendBack(live.holder, cancel))
             self._let_go(now_s, live)
         self._move(now_s, live, None)
@@ -548,14 +529,14 @@ class RequestCore:
             case ev.Failed():
                 self._demand.failed(live.profile)
                 if outcome.status in (503, 504):
-                    self._remember(now_s, live.request, RefusalReason.EXPIRED)
+                    self._remember(now_s, live.request, m.RefusalReason.EXPIRED)
             case ev.Cancelled():
-                self._remember(now_s, live.request, RefusalReason.CANCELLED)
+                self._remember(now_s, live.request, m.RefusalReason.CANCELLED)
             case _:
                 assert_never(outcome)
         self._out.append(ev.EndRequest(live.request, outcome))
 
-    def _remember(self, now_s: float, request: RequestId, reason: RefusalReason) -> None:
+    def _remember(self, now_s: float, request: RequestId, reason: m.RefusalReason) -> None:
         self._recent[request] = (now_s + ev.RECENT_ENDS_S, reason)
         while len(self._recent) > ev.RECENT_ENDS_MAX:
             self._recent.popitem(last=False)
@@ -566,18 +547,18 @@ class RequestCore:
         return ev.Failed(503, f"no capacity: {why}", code="no_capacity", retry_after_s=retry_s)
 
     @staticmethod
-    def _refused_by_pool(model: PoolModel) -> ev.Failed:
+    def _refused_by_pool(model: m.PoolModel) -> ev.Failed:
         if model.permanent:
             return ev.Failed(503, model.refusal, code="model_cannot_fit")
         return ev.Failed(503, model.refusal, code="model_unavailable", retry_after_s=model.retry_after_s or RETRY_AFTER_S)
 
     # ------------------------------------------------------------------------------------------------ replicas, states
 
-    def _pool_changed(self, now_s: float, digest: PoolDigest) -> None:
+    def _pool_changed(self, now_s: float, digest: m.PoolDigest) -> None:
         self._models = {model.deployment: model for model in digest.models}
         ready: dict[DeploymentKey, dict[ReplicaId, float]] = {}
         for one in digest.replicas:
-            if one.state is ReplicaState.READY and one.weight > 0:
+            if one.state is m.ReplicaState.READY and one.weight > 0:
                 ready.setdefault(one.deployment, {})[one.replica] = one.weight
         self._links.ready_are(ready)
         for replica in digest.dead:
@@ -617,14 +598,14 @@ class RequestCore:
                 continue
             self._held_sent += 1
             entries = tuple(self._held_entry(self._live[request]) for request in link.running)
-            held = Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
+            held = m.Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
             self._out.append(ev.SendBack(replica, held))
             link.awaiting_frame = True
         self._held_due_s = now_s + ev.HELD_EVERY_S if self._links.links else inf
 
     @staticmethod
-    def _held_entry(live: LiveRequest) -> HeldEntry:
-        return HeldEntry(request=live.request, attempt=live.attempt, next_indexes=live.next_indexes())
+    def _held_entry(live: LiveRequest) -> m.HeldEntry:
+        return m.HeldEntry(request=live.request, attempt=live.attempt, next_indexes=live.next_indexes())
 
     def _move(self, now_s: float, live: LiveRequest, state: State | None) -> None:
         """The only place where a state changes; keeps the views and the agenda in step with it."""

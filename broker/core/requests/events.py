@@ -11,22 +11,9 @@ from math import inf
 import msgspec
 
 from broker.core.requests.affinity import PromptPrefix, Why
+from subjects import messages as m
 from subjects.bus import Stored
 from subjects.ids import ModelKey, ReplicaId, RequestId
-from subjects.messages import (
-    Adapter,
-    Back,
-    Claim,
-    ClaimReply,
-    Delta,
-    Frames,
-    Hand,
-    PoolDigest,
-    RequestProfile,
-    Sla,
-    Ticket,
-    Usage,
-)
 
 HELD_EVERY_S = 0.2
 """How often each replica with requests of this gateway hears which ones are still wanted."""
@@ -63,7 +50,7 @@ RECENT_ENDS_S = 60.0
 class Finished(msgspec.Struct, frozen=True):
     """The engine ended the request."""
 
-    usage: Usage | None
+    usage: m.Usage | None
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -97,14 +84,14 @@ class RequestSubmitted(msgspec.Struct, frozen=True):
     """
 
     request: RequestId
-    profile: RequestProfile
+    profile: m.RequestProfile
     body: bytes
     wait_until_s: float
     deadline_s: float
     cache_salt: str = ""
     yields_at_s: float = inf
-    sla: Sla | None = None
-    adapter: Adapter | None = None
+    sla: m.Sla | None = None
+    adapter: m.Adapter | None = None
     options: dict[str, str | int | float | bool] | None = None
     prefix: PromptPrefix | None = None
 
@@ -146,14 +133,14 @@ class HandLost(msgspec.Struct, frozen=True):
 class ClaimReceived(msgspec.Struct, frozen=True):
     """A replica asks for a request; ``token`` is the shell's own number for the reply."""
 
-    claim: Claim
+    claim: m.Claim
     token: int
 
 
 class FramesReceived(msgspec.Struct, frozen=True):
     """A replica's deltas, or its empty answer to ``Held``."""
 
-    frames: Frames
+    frames: m.Frames
 
 
 class ClientLeft(msgspec.Struct, frozen=True):
@@ -165,7 +152,7 @@ class ClientLeft(msgspec.Struct, frozen=True):
 class PoolChanged(msgspec.Struct, frozen=True):
     """A digest of the pool arrived."""
 
-    digest: PoolDigest
+    digest: m.PoolDigest
 
 
 class BusReconnected(msgspec.Struct, frozen=True):
@@ -219,7 +206,7 @@ class PublishTicket(msgspec.Struct, frozen=True):
     Answered by exactly one ``TicketStored`` or ``TicketNotStored``. A retry keeps the message id.
     """
 
-    ticket: Ticket
+    ticket: m.Ticket
     message_id: str
     ttl_s: int
 
@@ -238,21 +225,21 @@ class HandOver(msgspec.Struct, frozen=True):
     """Send on ``run.<replica>``; answered by one ``HandLost`` only where it is certain that it did not arrive."""
 
     replica: ReplicaId
-    hand: Hand
+    hand: m.Hand
 
 
 class AnswerClaim(msgspec.Struct, frozen=True):
     """Reply to the claim that came with ``token``."""
 
     token: int
-    reply: ClaimReply
+    reply: m.ClaimReply
 
 
 class SendBack(msgspec.Struct, frozen=True):
     """Send on ``back.<replica>``; at most once, no answer."""
 
     replica: ReplicaId
-    back: Back
+    back: m.Back
 
 
 class RecordGrant(msgspec.Struct, frozen=True):
@@ -274,7 +261,7 @@ class Deliver(msgspec.Struct, frozen=True):
     """Give the client this delta: in order, without gap or repeat, never a failure."""
 
     request: RequestId
-    delta: Delta
+    delta: m.Delta
 
 
 class RecordRestart(msgspec.Struct, frozen=True):

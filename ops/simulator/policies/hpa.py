@@ -15,16 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from broker.core.plan.policy import Action, Decision, ModelView, PoolView, StartReplica, StopReplica
-from ops.simulator.policies.common import (
-    Every,
-    Floor,
-    Recent,
-    capacity_used,
-    costs_of,
-    idlest,
-    needed,
-    requests_at,
-)
+from ops.simulator.policies import common as common
 from ops.simulator.types import PolicyContext
 from subjects.ids import DeploymentKey
 
@@ -42,25 +33,25 @@ class Hpa:
 
     def __init__(self, starts_with: dict[DeploymentKey, int]) -> None:
         self._desired = dict(starts_with)
-        self._sample = Every(SAMPLE_S)
-        self._recent: dict[DeploymentKey, Recent] = {}
+        self._sample = common.Every(SAMPLE_S)
+        self._recent: dict[DeploymentKey, common.Recent] = {}
         self._recommended: dict[DeploymentKey, deque[tuple[float, int]]] = {}
         self._sampled = False
 
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """Samples once a minute; pods that could not be placed are tried again at every look."""
         for deployment, model in view.models.items():
-            self._recent.setdefault(deployment, Recent(SAMPLE_S)).add(now_s, model.arrivals)
+            self._recent.setdefault(deployment, common.Recent(SAMPLE_S)).add(now_s, model.arrivals)
         if self._sample.due(now_s):
             # Nothing was observed before the first period is over.
             for deployment, model in view.models.items() if self._sampled else ():
                 self._desired[deployment] = self._desire(now_s, deployment, model, view)
             self._sampled = True
-        floor = Floor(view)
+        floor = common.Floor(view)
         actions: list[Action] = []
         for deployment, model in sorted(view.models.items(), key=lambda item: (-item[1].record.gpus, item[0])):
             desired = self._desired.get(deployment, 1)
-            surplus = idlest(model.replicas, len(model.replicas) - desired)
+            surplus = common.idlest(model.replicas, len(model.replicas) - desired)
             actions += [StopReplica(replica.replica, f"desired {desired}") for replica in surplus]
             for _ in range(desired - len(model.replicas)):
                 devices = floor.whole(model.record)
@@ -71,14 +62,14 @@ class Hpa:
         return Decision(tuple(actions))
 
     def _desire(self, now_s: float, deployment: DeploymentKey, model: ModelView, view: PoolView) -> int:
-        record, costs = model.record, costs_of(model, view)
+        record, costs = model.record, common.costs_of(model, view)
         loads = self._recent[deployment].loads(now_s)
-        by_rate = capacity_used(record, costs, loads, record.kv_bytes)
-        in_flight = requests_at(record, costs, loads, record.kv_bytes, UTILISATION)
+        by_rate = common.capacity_used(record, costs, loads, record.kv_bytes)
+        in_flight = common.requests_at(record, costs, loads, record.kv_bytes, UTILISATION)
         used = max(by_rate, UTILISATION * (model.waiting + model.running) / in_flight)
         current = max(1, len(model.replicas))
         ratio = used / current / UTILISATION
-        wanted = current if abs(ratio - 1.0) <= TOLERANCE else max(1, needed(used, UTILISATION))
+        wanted = current if abs(ratio - 1.0) <= TOLERANCE else max(1, common.needed(used, UTILISATION))
         kept = self._recommended.setdefault(deployment, deque())
         kept.append((now_s, wanted))
         while kept[0][0] <= now_s - STABILISATION_S:

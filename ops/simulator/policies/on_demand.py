@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from broker.core.plan.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
+from broker.core.plan import policy as p
 from ops.simulator.policies.common import Floor, Recent, costs_of, requests_at, waiting_first
 from ops.simulator.types import PolicyContext
 from subjects.ids import DeploymentKey, ReplicaId
@@ -32,10 +32,10 @@ class OnDemand:
     def __init__(self) -> None:
         self._recent: dict[DeploymentKey, Recent] = {}
 
-    def decide(self, now_s: float, view: PoolView) -> Decision:
+    def decide(self, now_s: float, view: p.PoolView) -> p.Decision:
         """Acts on requests in flight as they are at this look."""
         floor = Floor(view)
-        actions: list[Action] = []
+        actions: list[p.Action] = []
         gone: set[ReplicaId] = set()
         for deployment, model in view.models.items():
             self._recent.setdefault(deployment, Recent(SPAN_S)).add(now_s, model.arrivals)
@@ -48,11 +48,11 @@ class OnDemand:
             for replica in _least_recent(model.replicas)[:spare]:
                 if not replica.running and now_s - replica.last_used_s >= KEEP_ALIVE_S:
                     gone.add(replica.replica)
-                    actions.append(StopReplica(replica.replica, f"idle for {KEEP_ALIVE_S:g} s"))
+                    actions.append(p.StopReplica(replica.replica, f"idle for {KEEP_ALIVE_S:g} s"))
         for deployment, model in waiting_first(view):
             for _ in range(wanted[deployment] - len(model.replicas)):
                 devices = floor.whole(model.record)
-                victims: tuple[ReplicaView, ...] = ()
+                victims: tuple[p.ReplicaView, ...] = ()
                 if devices is None:
                     victims = _idle_for(view, model, gone)
                     if not victims:
@@ -62,20 +62,20 @@ class OnDemand:
                 else:
                     floor.take(devices, model.record.budget_bytes)
                 why = f"{model.waiting + model.running} in flight"
-                actions.append(StartReplica(deployment, devices, why, victims=tuple(v.replica for v in victims)))
-        return Decision(tuple(actions))
+                actions.append(p.StartReplica(deployment, devices, why, victims=tuple(v.replica for v in victims)))
+        return p.Decision(tuple(actions))
 
-    def _target(self, now_s: float, deployment: DeploymentKey, model: ModelView, view: PoolView) -> float:
+    def _target(self, now_s: float, deployment: DeploymentKey, model: p.ModelView, view: p.PoolView) -> float:
         loads = self._recent[deployment].loads(now_s)
         return requests_at(model.record, costs_of(model, view), loads, model.record.kv_bytes, TARGET)
 
 
-def _least_recent(replicas: tuple[ReplicaView, ...]) -> list[ReplicaView]:
+def _least_recent(replicas: tuple[p.ReplicaView, ...]) -> list[p.ReplicaView]:
     ready = [replica for replica in replicas if replica.state is ReplicaState.READY and not replica.stays]
     return sorted(ready, key=lambda replica: (replica.last_used_s, replica.replica))
 
 
-def _idle_for(view: PoolView, model: ModelView, gone: set[ReplicaId]) -> tuple[ReplicaView, ...]:
+def _idle_for(view: p.PoolView, model: p.ModelView, gone: set[ReplicaId]) -> tuple[p.ReplicaView, ...]:
     """The idle replica used longest ago whose devices are enough."""
     idle = [
         replica

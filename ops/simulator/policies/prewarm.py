@@ -15,16 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from broker.core.plan.policy import (
-    Action,
-    Decision,
-    ModelView,
-    PoolView,
-    ReplicaView,
-    ResizeReplicaKv,
-    StartReplica,
-    StopReplica,
-)
+from broker.core.plan import policy as p
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.policies.common import Every, Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
@@ -68,14 +59,14 @@ class Prewarm:
         self._spares: set[ReplicaId] = set()
         self._seen: set[ReplicaId] = set()
 
-    def decide(self, now_s: float, view: PoolView) -> Decision:
+    def decide(self, now_s: float, view: p.PoolView) -> p.Decision:
         """Each second, and at once when a model waits without anything open."""
         for deployment, model in view.models.items():
             self._models.setdefault(deployment, _State()).sizer.see(now_s, model)
         weights = self._newcomers(view)
         starved = any(model.waiting and not self._open(model) for model in view.models.values())
         if not (self._period.due(now_s) or starved or weights):
-            return Decision()
+            return p.Decision()
         wanted = {deployment: self._wanted(now_s, deployment, model, view) for deployment, model in view.models.items()}
         if self._window.due(now_s):
             for state in self._models.values():
@@ -83,16 +74,16 @@ class Prewarm:
                 state.peaks.append(state.peak)
                 state.predicted = max(state.peaks) + max(0, rise)
                 state.peak = 0
-        floor, actions = Floor(view), list[Action]()
+        floor, actions = Floor(view), list[p.Action]()
         for deployment, model in view.models.items():
             self._scale(now_s, model, wanted[deployment], view, floor, actions, weights)
         for deployment, model in view.models.items():
             self._prewarm(now_s, self._models[deployment], model, floor, actions)
-        return Decision(tuple(actions), weights)
+        return p.Decision(tuple(actions), weights)
 
     # --------------------------------------------------------------------------------------------------------- who serves
 
-    def _newcomers(self, view: PoolView) -> dict[ReplicaId, float]:
+    def _newcomers(self, view: p.PoolView) -> dict[ReplicaId, float]:
         """Roles of replicas seen for the first time: one with hardly any KV is a spare and takes nothing."""
         weights: dict[ReplicaId, float] = {}
         there: set[ReplicaId] = set()
@@ -106,10 +97,10 @@ class Prewarm:
         self._seen = there
         return weights
 
-    def _open(self, model: ModelView) -> list[ReplicaView]:
+    def _open(self, model: p.ModelView) -> list[p.ReplicaView]:
         return [replica for replica in model.replicas if replica.replica not in self._spares]
 
-    def _wanted(self, now_s: float, deployment: DeploymentKey, model: ModelView, view: PoolView) -> int:
+    def _wanted(self, now_s: float, deployment: DeploymentKey, model: p.ModelView, view: p.PoolView) -> int:
         state = self._models[deployment]
         busy = bool(model.waiting or model.running or any(model.arrivals.requests))
         size = state.sizer.size(now_s, model, costs_of(model, view))
@@ -120,11 +111,11 @@ class Prewarm:
     def _scale(
         self,
         now_s: float,
-        model: ModelView,
+        model: p.ModelView,
         wanted: int,
-        view: PoolView,
+        view: p.PoolView,
         floor: Floor,
-        actions: list[Action],
+        actions: list[p.Action],
         weights: dict[ReplicaId, float],
     ) -> None:
         """Opens spares and loads what they cannot give; closes what was not needed for a while."""
@@ -132,7 +123,7 @@ class Prewarm:
         held = max(wanted, needed(self._models[model.record.deployment].sizer.held(), 1.0))
         surplus = sorted(serving, key=lambda r: (r.state is ReplicaState.READY, r.running, r.replica))
         too_many = surplus[: max(0, len(serving) - held)]
-        actions += [StopReplica(replica.replica, f"{held} serve the load") for replica in too_many]
+        actions += [p.StopReplica(replica.replica, f"{held} serve the load") for replica in too_many]
         spares = [replica for replica in model.replicas if replica.replica in self._spares]
         # On a device of spares it can have all; those that are ready first.
         spares.sort(key=lambda r: (r.state is not ReplicaState.READY, self._hosted(r, floor), r.replica))
@@ -147,9 +138,9 @@ class Prewarm:
             if devices is None:
                 return
             floor.take(devices, model.record.budget_bytes)
-            actions.append(StartReplica(model.record.deployment, devices, f"needs {wanted}"))
+            actions.append(p.StartReplica(model.record.deployment, devices, f"needs {wanted}"))
 
-    def _hosted(self, replica: ReplicaView, floor: Floor) -> bool:
+    def _hosted(self, replica: p.ReplicaView, floor: Floor) -> bool:
         """Whether it lies beside one that serves."""
         return any(
             other.replica not in self._spares and other.deployment != replica.deployment
@@ -157,29 +148,29 @@ class Prewarm:
             for other in floor.residents[key]
         )
 
-    def _grow(self, model: ModelView, replica: ReplicaView, floor: Floor, actions: list[Action]) -> None:
+    def _grow(self, model: p.ModelView, replica: p.ReplicaView, floor: Floor, actions: list[p.Action]) -> None:
         """Gives it its devices' memory; spares that lie there leave."""
         for other in {r.replica: r for key in replica.devices for r in floor.residents[key]}.values():
             if other.replica in self._spares:
-                actions.append(StopReplica(other.replica, f"{model.record.name} takes the device", interrupt=True))
+                actions.append(p.StopReplica(other.replica, f"{model.record.name} takes the device", interrupt=True))
                 floor.give(other.devices, other.budget_bytes)
                 self._spares.discard(other.replica)
         more = min(floor.free_bytes[key] for key in replica.devices) * model.record.gpus
         more = min(more, model.record.kv_bytes - replica.kv_bytes)
         if more > 0 and replica.state is ReplicaState.READY:
-            actions.append(ResizeReplicaKv(replica.replica, replica.kv_bytes + more, "it serves now"))
+            actions.append(p.ResizeReplicaKv(replica.replica, replica.kv_bytes + more, "it serves now"))
             floor.take(replica.devices, -(-more // model.record.gpus))
 
     # ----------------------------------------------------------------------------------------------------- who is prewarmed
 
-    def _prewarm(self, now_s: float, state: _State, model: ModelView, floor: Floor, actions: list[Action]) -> None:
+    def _prewarm(self, now_s: float, state: _State, model: p.ModelView, floor: Floor, actions: list[p.Action]) -> None:
         """As many spares as the predicted peak needs beyond what serves; one at least while the model is remembered."""
         alive = now_s - state.sizer.seen_s < FORGET_S
         serving = len(self._open(model))
         spares = [replica for replica in model.replicas if replica.replica in self._spares]
         target = max(state.predicted, int(alive)) - serving if alive else 0
         for replica in sorted(spares, key=lambda r: r.replica)[max(0, target) :]:
-            actions.append(StopReplica(replica.replica, f"the next peak needs {state.predicted}"))
+            actions.append(p.StopReplica(replica.replica, f"the next peak needs {state.predicted}"))
             self._spares.discard(replica.replica)
         for _ in range(target - len(spares)):
             kv_bytes = _spare_kv(model)
@@ -189,9 +180,11 @@ class Prewarm:
                 return
             floor.take(devices, each)
             why = f"the next peak may need {state.predicted}"
-            actions.append(StartReplica(model.record.deployment, devices, why, kv_bytes=kv_bytes))
+            actions.append(p.StartReplica(model.record.deployment, devices, why, kv_bytes=kv_bytes))
 
-    def _spare_room(self, model: ModelView, each: int, floor: Floor, actions: list[Action]) -> tuple[DeviceKey, ...] | None:
+    def _spare_room(
+        self, model: p.ModelView, each: int, floor: Floor, actions: list[p.Action]
+    ) -> tuple[DeviceKey, ...] | None:
         """Idle KV of devices in use first (the emptiest of them), then an empty device. Replicas over several devices are
         prewarmed on devices of their own only."""
         record = model.record
@@ -213,11 +206,11 @@ class Prewarm:
             short = each - floor.free_bytes[key]
             shrink = min(short, self._can_shrink(replica, floor))
             if short > 0 and shrink > 0:
-                actions.append(ResizeReplicaKv(replica.replica, replica.kv_bytes - shrink, "room for prewarmed weights"))
+                actions.append(p.ResizeReplicaKv(replica.replica, replica.kv_bytes - shrink, "room for prewarmed weights"))
                 floor.give((key,), shrink)
         return (key,)
 
-    def _can_shrink(self, replica: ReplicaView, floor: Floor) -> int:
+    def _can_shrink(self, replica: p.ReplicaView, floor: Floor) -> int:
         """Bytes of KV that a serving replica on one device does not use and need not keep."""
         if replica.replica in self._spares or len(replica.devices) > 1 or replica.state is not ReplicaState.READY:
             return 0
@@ -226,7 +219,7 @@ class Prewarm:
         return max(0, replica.kv_bytes - max(int(alone * HOST_KV_PART), int(used * 1.25)))
 
 
-def _spare_kv(model: ModelView) -> int:
+def _spare_kv(model: p.ModelView) -> int:
     return SPARE_KV_TOKENS * model.record.kv_bytes_per_token
 
 

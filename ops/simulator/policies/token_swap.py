@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from broker.core.plan.policy import Action, Decision, ModelView, PoolView, ReplicaView, StartReplica, StopReplica
+from broker.core.plan import policy as p
 from broker.core.pool.catalogue import DeviceKey
 from ops.simulator.policies.common import Floor, Sizer, costs_of, needed
 from ops.simulator.types import PolicyContext
@@ -63,7 +63,7 @@ class TokenSwap:
         self._patience = GOOD_REVIEWS
         self._finished = self._within = 0
 
-    def decide(self, now_s: float, view: PoolView) -> Decision:
+    def decide(self, now_s: float, view: p.PoolView) -> p.Decision:
         """At every look: who is where, and whose turn it is."""
         for deployment, model in view.models.items():
             if deployment not in self._sizers:
@@ -72,15 +72,15 @@ class TokenSwap:
             self._finished += model.finished
             self._within += model.within_slo
         self._review(now_s)
-        actions: list[Action] = []
+        actions: list[p.Action] = []
         floor = Floor(view)
         self._spread(now_s, view, floor)
         for instance in self._instances:
             self._take_turns(now_s, view, instance, actions)
         for instance in [one for one in self._instances if not one.members]:
             self._instances.remove(instance)
-            actions += [StopReplica(replica.replica, "nobody needs it") for replica in _on(view, instance)]
-        return Decision(tuple(actions))
+            actions += [p.StopReplica(replica.replica, "nobody needs it") for replica in _on(view, instance)]
+        return p.Decision(tuple(actions))
 
     def _review(self, now_s: float) -> None:
         """Fewer models per instance while the SLO is missed, more when it was met for long."""
@@ -101,7 +101,7 @@ class TokenSwap:
 
     # ------------------------------------------------------------------------------------------------------- who is where
 
-    def _spread(self, now_s: float, view: PoolView, floor: Floor) -> None:
+    def _spread(self, now_s: float, view: p.PoolView, floor: Floor) -> None:
         """Puts each active model on so many instances as it needs; those with much load have them for themselves."""
         shares: dict[DeploymentKey, float] = {}
         for deployment, model in view.models.items():
@@ -127,7 +127,7 @@ class TokenSwap:
                 place.members.append(deployment)
 
     def _place(
-        self, view: PoolView, deployment: DeploymentKey, shares: dict[DeploymentKey, float], count: int, floor: Floor
+        self, view: p.PoolView, deployment: DeploymentKey, shares: dict[DeploymentKey, float], count: int, floor: Floor
     ) -> _Instance | None:
         """An instance with time left, else new devices, else the one with the least to do."""
         record = view.models[deployment].record
@@ -153,7 +153,7 @@ class TokenSwap:
 
     # ---------------------------------------------------------------------------------------------------------- whose turn
 
-    def _take_turns(self, now_s: float, view: PoolView, instance: _Instance, actions: list[Action]) -> None:
+    def _take_turns(self, now_s: float, view: p.PoolView, instance: _Instance, actions: list[p.Action]) -> None:
         """The present model goes on while nobody else waits, or until its quota is used."""
         there = _on(view, instance)
         if any(replica.state is not ReplicaState.READY for replica in there):
@@ -174,11 +174,11 @@ class TokenSwap:
             return
         # The one whose requests wait the longest; all of them are then prefilled together.
         turn = max(waiting, key=lambda m: (view.models[m].oldest_wait_s, -instance.members.index(m)))
-        actions += [StopReplica(replica.replica, "its turn is over", interrupt=True) for replica in there]
-        actions.append(StartReplica(turn, instance.devices, f"its turn, {len(instance.members)} share the instance"))
+        actions += [p.StopReplica(replica.replica, "its turn is over", interrupt=True) for replica in there]
+        actions.append(p.StartReplica(turn, instance.devices, f"its turn, {len(instance.members)} share the instance"))
         instance.current, instance.turn_s = turn, now_s
 
-    def _needs(self, view: PoolView, deployment: DeploymentKey, instance: _Instance) -> bool:
+    def _needs(self, view: p.PoolView, deployment: DeploymentKey, instance: _Instance) -> bool:
         """Whether a member has requests that nobody serves."""
         model = view.models[deployment]
         return bool(model.waiting) and not any(
@@ -186,12 +186,12 @@ class TokenSwap:
         )
 
 
-def _has_room(replica: ReplicaView) -> bool:
+def _has_room(replica: p.ReplicaView) -> bool:
     return replica.state is not ReplicaState.READY or replica.running < replica.slots
 
 
-def _on(view: PoolView, instance: _Instance) -> list[ReplicaView]:
-    models: list[ModelView] = list(view.models.values())
+def _on(view: p.PoolView, instance: _Instance) -> list[p.ReplicaView]:
+    models: list[p.ModelView] = list(view.models.values())
     return [replica for model in models for replica in model.replicas if replica.devices == instance.devices]
 
 
