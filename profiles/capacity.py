@@ -9,9 +9,10 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from profiles.hashing import canonical_json, weight_files
 from subjects.errors import ConfigError
@@ -53,8 +54,7 @@ _SCALED_IN_CONFIG = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yar
 """RoPE kinds whose ``max_position_embeddings`` already has the scaling in it, as the engine reads them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(msgspec.Struct, frozen=True):
     """The parts of a model's configuration that size its KV."""
 
     layers: int
@@ -96,8 +96,7 @@ def parameters_used(tensors: Iterable[Tensor], shape: Shape) -> int:
     return int(used)
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(msgspec.Struct, frozen=True):
     """One entry of a safetensors header; ``dtype`` as it is written there."""
 
     name: str

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from profiles.capacity import DTYPE_BYTES
 from profiles.hardware.devices import KINDS, DeviceKind
@@ -63,8 +64,7 @@ SIMULATED = StepCosts(
 _PARTS = StepCosts.__struct_fields__
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(msgspec.Struct, frozen=True):
     """What a device brings into the roofline: bytes and FLOPS per second, and seconds that do not depend on the model."""
 
     memory_bandwidth: float

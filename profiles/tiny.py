@@ -9,9 +9,10 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from profiles.model_files import byte_symbols, tokenizer_json, write_json, write_llama
 from subjects.errors import ConfigError
@@ -35,8 +36,7 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
+class _Size(msgspec.Struct, frozen=True):
     hidden: int
     intermediate: int
     layers: int

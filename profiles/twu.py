@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from subjects.ids import DeploymentKey
 
@@ -17,8 +18,7 @@ WEIGHT_SMALL, WEIGHT_8B, WEIGHT_72B = 1.0, 2.3, 8.7
 """Base weights where nothing was measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenWork:
+class TokenWork(msgspec.Struct, frozen=True):
     """The part of one request that a device did in a window.
 
     ``tokens``: prompt tokens computed and tokens generated in the window. ``latency_s``: the time since its arrival, to the

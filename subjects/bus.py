@@ -10,8 +10,9 @@ Handlers are plain functions called on the event loop; they must not block. A ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from subjects.errors import BusError
 from subjects.ids import ModelKey
@@ -31,16 +32,14 @@ PAYLOAD_BYTES_MAX = 8 * 1024 * 1024
 """What our own server takes in one message; bigger request bodies are refused with 413."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
+class QueueLimits(msgspec.Struct, frozen=True):
     """Safety net of one shard of the work-queue; the gateways' own limits come first."""
 
     messages_max: int = 200_000
     bytes_max: int = 256 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class BusMessage:
+class BusMessage(msgspec.Struct, frozen=True):
     """A core or kept message; ``reply`` is empty when nobody waits for an answer, ``sequence`` is 0 unless it is kept.
 
     ``undelivered``: it is no answer but the server's word that nobody listened to what was posted with ``subject`` as reply.
@@ -53,8 +52,7 @@ class BusMessage:
     undelivered: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """Where the work-queue keeps a ticket. Sequences restart with a lost stream, so ``created`` (the stream's creation time,
     nanoseconds since the epoch) belongs to the sequence. ``duplicate``: the message id was seen within the window."""
 
@@ -64,8 +62,7 @@ class Stored:
     duplicate: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedTicket:
+class QueuedTicket(msgspec.Struct, frozen=True):
     """A pulled ticket. ``token`` acknowledges it (from any connection); ``deliveries`` counts from 1."""
 
     payload: bytes
@@ -74,8 +71,7 @@ class QueuedTicket:
     deliveries: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvEntry:
+class KvEntry(msgspec.Struct, frozen=True):
     """A value of a bucket; revisions grow over the whole bucket."""
 
     key: str

@@ -22,7 +22,6 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar, overload
 from urllib.parse import urlsplit
 
@@ -48,8 +47,7 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """A whole answer. ``model`` is the one that answered, ``raw`` the OpenAI response."""
 
     text: str
@@ -59,8 +57,7 @@ class Result:
     raw: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """A piece of a streamed answer; ``usage`` comes with the last one. ``raw`` is the OpenAI chunk."""
 
     text: str

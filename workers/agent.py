@@ -20,7 +20,7 @@ import subprocess
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
@@ -73,8 +73,7 @@ TICK_S_MIN = 0.005
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentConfig:
+class AgentConfig(msgspec.Struct, frozen=True):
     """What ``carpool worker`` is told. ``nats_urls`` may hold credentials: never log it."""
 
     name: str
@@ -167,7 +166,7 @@ class Agent:
                 worker=worker,
                 host=platform.node(),
                 devices=tuple(
-                    replace(device, threads=self._threads) if device.kind is m.DeviceKind.CPU else device
+                    msgspec.structs.replace(device, threads=self._threads) if device.kind is m.DeviceKind.CPU else device
                     for device in config.devices
                 ),
                 engines=engines,

@@ -50,8 +50,7 @@ class Part:
         return "".join(self.texts)
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """A part begins."""
 
     part: Part
@@ -66,8 +65,7 @@ class Grew:
     logprobs: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(msgspec.Struct, frozen=True):
     """A part is complete."""
 
     part: Part
@@ -275,8 +273,7 @@ class PartsWriter(ABC):
 AnswerWriter = OpenAiWriter | PartsWriter
 
 
-@dataclass(frozen=True, slots=True)
-class Translation:
+class Translation(msgspec.Struct, frozen=True):
     """A request as the body that the pool gets, and what writes its answer."""
 
     body: bytes

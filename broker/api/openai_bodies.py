@@ -8,7 +8,6 @@ that this file does not know pass through. Only fields by which a client could r
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -197,8 +196,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(max_length=DETOKENIZED_MAX)]
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
+class ParsedBody(msgspec.Struct, frozen=True):
     """A checked request. ``raw`` is what the engine gets."""
 
     raw: bytes

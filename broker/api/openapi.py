@@ -6,7 +6,6 @@ Bodies may hold fields that are not listed: they go to the engine as they are. F
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -173,8 +172,7 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
     usage: TokenUsage | UnsetType = UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
+class _Described(msgspec.Struct, frozen=True):
     """One route: its method is POST where it takes a body, else GET."""
 
     summary: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -55,8 +54,7 @@ _SSE: Headers = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
+class HttpOptions(msgspec.Struct, frozen=True):
     """How the HTTP face behaves."""
 
     body_bytes_max: int = 8 * 1024 * 1024

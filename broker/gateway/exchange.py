@@ -6,7 +6,9 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from broker.api.openai_answers import AnswerHead
 from subjects.errors import ApiError
@@ -21,29 +23,26 @@ _DELTA_BYTES = 200
 """Counted for each delta beside its text: a flood of empty ones must count too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A request as it came in, with what the way in knows of its sender. Header names are lower case."""
 
     endpoint: Endpoint
     body: bytes
     tenant: Tenant
     sla_class: SlaClass | None = None
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
     way: str = "http"
     stream: bool | None = None
     """Set where the way in decides the form of the answer, not the body."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """The answer is whole."""
 
     usage: Usage | None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """There is no whole answer."""
 
     error: ApiError
@@ -103,7 +102,7 @@ class Exchange:
 
     def degrade(self, model: str, degraded_from: str, leave: Callable[[], None]) -> None:
         """Another model answers from here on (ING-8); the id that the client knows stays."""
-        self.head = replace(self.head, model=model)
+        self.head = msgspec.structs.replace(self.head, model=model)
         self.model, self.degraded_from = model, degraded_from
         self._leave = leave
 

@@ -31,8 +31,7 @@ KEY_LENGTH_MIN = 16
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """Whom a request belongs to; ``sla_class`` None means the model's own class."""
 
     tenant: Tenant

@@ -8,7 +8,8 @@ of it. What a chat cannot carry is refused with a 400 that names the field.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from broker.api import anthropic_answers, anthropic_bodies, openai_answers, responses_answers, responses_bodies, tokenizing
 from broker.api.answer_parts import Translation
@@ -20,8 +21,7 @@ def _as_it_is(body: bytes) -> Translation:
     return Translation(body, lambda head, _input_tokens: openai_answers.OpenAiWriter(head))
 
 
-@dataclass(frozen=True, slots=True)
-class PostRoute:
+class PostRoute(msgspec.Struct, frozen=True):
     """One route. With ``answer_here`` no model runs for it; else the pool is asked for ``endpoint``."""
 
     endpoint: Endpoint = Endpoint.CHAT

@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 ASK_S_MAX = 1.0
 TEXT_BYTES_MAX = 16 * 1024 * 1024
 _UP = "carpool_gateway_process_up"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Which process of how many: ``index`` counts from 0. ``directory`` is theirs alone."""
 
     directory: Path

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
 from broker.core.plan.policy import Policy

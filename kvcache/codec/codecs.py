@@ -22,7 +22,6 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -59,8 +58,7 @@ class CodecError(CarpoolError):
     """A payload that is not of this codec, signature or version, or is corrupt; or an unknown codec."""
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
+class Levels(msgspec.Struct, frozen=True):
     """The parameters of ``int4``: more levels, more bits, less error.
 
     A step is a range over ``levels - 1``: for values the group's own range, for keys the median of the ranges of a head's

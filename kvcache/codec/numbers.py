@@ -6,10 +6,10 @@ numpy knows neither bfloat16 nor e4m3: the first is the upper half of a float32,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -100,8 +100,7 @@ def to_e4m3(values: Array) -> Array:
 # --------------------------------------------------------------------------------------------------------------- places
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """The keys or the values of a block as a view of it: layers and heads first, then rows to be grouped along.
 
     ``shape`` is ``(heads of all layers, rows, elements of a row)``: of keys a row is a channel and its elements are tokens,

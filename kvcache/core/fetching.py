@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 HALF_LIFE_S = 10.0
 """Bytes that moved long ago count less: their weight halves with each 10 s of transfers since, not of idle time."""
 BYTES_PER_S_UNKNOWN = 1e9
@@ -64,8 +66,7 @@ class Bandwidths:
         return known.bytes / known.seconds if known is not None else BYTES_PER_S_UNKNOWN
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """Fetch the first ``blocks`` of those that could be fetched; ``saves_s`` against computing them. 0 blocks: compute."""
 
     blocks: int

@@ -12,6 +12,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvcache.core.identity import KvIdentity, KvSignature, blocks_per_span
 from subjects.ids import ReplicaId
 from subjects.messages import KvSpan, KvTier
@@ -50,8 +52,7 @@ def coldest(blocks: Sequence[Held], ratio: float) -> list[Held]:
     return heapq.nsmallest(count, blocks, key=lambda block: (block.used_s, -block.depth, block.key))
 
 
-@dataclass(frozen=True, slots=True)
-class SpanNews:
+class SpanNews(msgspec.Struct, frozen=True):
     """What changed of one identity's spans."""
 
     identity: KvIdentity

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
 from kvcache.core.identity import PAGE_BYTES, KvIdentity
 
 DAY_S = 86_400.0
@@ -98,8 +100,7 @@ def unit_of(identity: KvIdentity, hash: bytes) -> bytes:
     return identity.key + hash if hash else b""
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     """KVC-1: a block touched in the last ``hot_s`` is never evicted to make room; one idle for ``idle_s_max`` leaves."""
 
     hot_s: float = 30.0

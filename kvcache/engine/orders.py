@@ -48,8 +48,7 @@ class KvRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise DecodeError(f"kv_transfer_params: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadBlocks:
+class LoadBlocks(msgspec.Struct, frozen=True):
     """Read these blocks of one chain into these blocks of the engine."""
 
     request: str
@@ -59,8 +58,7 @@ class LoadBlocks:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SaveBlocks:
+class SaveBlocks(msgspec.Struct, frozen=True):
     """Give these consecutive blocks of one chain to the node; they are full once the step is over."""
 
     salt: bytes
@@ -71,8 +69,7 @@ class SaveBlocks:
     use: KvUse
 
 
-@dataclass(frozen=True, slots=True)
-class TellUsed:
+class TellUsed(msgspec.Struct, frozen=True):
     """A request that ended used these blocks."""
 
     salt: bytes

@@ -26,10 +26,10 @@ This is the only module of the folder that imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -50,8 +50,7 @@ class UnknownLayout(CarpoolError):
     """These tensors cannot be taken apart into blocks; the engine goes without tiers."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockView:
+class BlockView(msgspec.Struct, frozen=True):
     """All layers as one tensor ``[blocks, layers, ...]``, or one ``[blocks, ...]`` for each where they lie apart."""
 
     parts: tuple[torch.Tensor, ...]

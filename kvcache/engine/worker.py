@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import structlog
 
 from kvcache.engine.orders import LoadBlocks, SaveBlocks, StepNews, StepOrders, TellUsed
@@ -222,8 +223,7 @@ class Ring:
         return self._taken
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(msgspec.Struct, frozen=True):
     salt: bytes
     parent: bytes
     first: int

@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+import msgspec
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import InvalidResponse
@@ -58,8 +58,7 @@ class IndexState(Enum):
     """The server is gone, frozen, full or refuses: go by what this node knows itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexStats:
+class IndexStats(msgspec.Struct, frozen=True):
     """For metrics: state, what waits, counts; ``refusals`` by kind (``Refusal``, ``late``, ``skipped``)."""
 
     state: IndexState
@@ -71,8 +70,7 @@ class IndexStats:
     refusals: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """A living node that says it holds a span."""
 
     node: str

@@ -161,8 +161,7 @@ def unpack_checksums(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // 8}Q", packed)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockEntry:
+class BlockEntry(msgspec.Struct, frozen=True):
     """The entries of one block together. ``parent`` is ``b""`` for a first block."""
 
     hash: bytes

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from kvcache.core.identity import PAGE_BYTES
 from kvcache.store import format as fmt
 from subjects.errors import CarpoolError
@@ -71,8 +73,7 @@ class Segment:
         return PAGE_BYTES * (self.pages + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Scanned:
+class Scanned(msgspec.Struct, frozen=True):
     """A file that the opening found: a segment and what is in it, or why it is none."""
 
     name: str

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 
 class Refusal(Enum):
     """Why a block was not kept."""
@@ -25,8 +27,7 @@ class Refusal(Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
+class StoredBlock(msgspec.Struct, frozen=True):
     """A block to be put. Nothing of it is copied where its buffers fit.
 
     ``hash`` has 16 bytes, ``parent`` 16 or none. ``pages`` are the bytes to be stored, encoded by ``codec``: each buffer a
@@ -41,8 +42,7 @@ class StoredBlock:
     codec: str = "none"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredForm:
+class StoredForm(msgspec.Struct, frozen=True):
     """How a block lies in the store: what a reader has to make room for, and how to decode it."""
 
     codec: str
@@ -50,8 +50,7 @@ class StoredForm:
     pages: int
 
 
-@dataclass(frozen=True, slots=True)
-class PutResult:
+class PutResult(msgspec.Struct, frozen=True):
     """Of a batch: the first ``kept`` blocks are in the store now, of which ``written`` were not before.
 
     The first refusal ends the batch, since a block without those before it serves nobody.
@@ -64,14 +63,12 @@ class PutResult:
     refused: Refusal | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(msgspec.Struct, frozen=True):
     blocks: int
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """Something an alert is due for: a file that was not taken over, a block that did not verify, a disk that refused.
 
     ``kind``: of a file at the opening ``damaged`` or ``version`` (removed), ``foreign`` or ``unreadable`` (left alone),

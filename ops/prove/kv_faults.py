@@ -13,11 +13,11 @@ import random
 import signal
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 from msgspec import structs
+from msgspec.structs import replace
 
 from kvcache.core.identity import PAGE_BYTES
 from kvcache.store import format as kvc_format

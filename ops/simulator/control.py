@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import assert_never
+
+import msgspec
 
 from broker.core.plan.policy import Policy
 from broker.core.pool import events as ev
@@ -92,7 +93,7 @@ class Control:
         self._always_cold = bool(getattr(policy, "cold_loads", False))
         settings = options.settings or QUIET
         if settings.models_per_device_max is None:
-            settings = replace(settings, models_per_device_max=pool.models_per_device_max)
+            settings = msgspec.structs.replace(settings, models_per_device_max=pool.models_per_device_max)
         self.core = SchedulerCore(settings, policy)
         self._incarnations = 0
         self._telemetries = 0

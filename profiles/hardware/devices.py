@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 GB = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceKind:
+class DeviceKind(msgspec.Struct, frozen=True):
     """Published figures of one kind of GPU: bytes, bytes per second, and dense FLOPS."""
 
     name: str

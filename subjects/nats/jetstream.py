@@ -7,7 +7,6 @@ import base64
 import calendar
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -77,8 +76,7 @@ class _RawReply(msgspec.Struct):
     error: _ApiError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamState:
+class StreamState(msgspec.Struct, frozen=True):
     """When a stream was created (nanoseconds since the epoch) and how far it goes."""
 
     created: int

@@ -6,9 +6,10 @@ might save at most: 0 is proven best. Half of the pools are too small for their 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from broker.core.plan.layout import Layout
 from broker.core.plan.problem import Block, Need, Problem, Site

@@ -422,9 +422,9 @@ def test_a_model_goes_where_its_engine_is_and_is_reckoned_by_what_that_device_ca
     base = next(iter(view.devices.values()))
     kinds = {
         "fast": base,
-        "old": replace(base, device_type="old"),
-        "other engine": replace(base, engines=("openai_http",)),
-        "unknown": replace(base, device_type="new"),
+        "old": msgspec.structs.replace(base, device_type="old"),
+        "other engine": msgspec.structs.replace(base, engines=("openai_http",)),
+        "unknown": msgspec.structs.replace(base, device_type="new"),
     }
     rates = _rates(record, costs, ModelNeed(), kinds)
     assert rates == {SHUT: 1.0, "fast": 1.0, "old": pytest.approx(0.5)}
@@ -570,7 +570,7 @@ def long_answers() -> Workload:
 
 def test_long_answers_on_a_replica_that_is_given_up_are_not_cut_off() -> None:
     """Where gateways cannot let answers go on elsewhere, a stop waits for what runs, whatever the policy says (REL-2)."""
-    options = RunOptions(settings=replace(QUIET, interrupts=False), series_points_max=20_000)
+    options = RunOptions(settings=msgspec.structs.replace(QUIET, interrupts=False), series_points_max=20_000)
     outcome = run_part(Part(workload=long_answers, policy="carpool", seed=1, options=options))
     ready = [row[0] for row in outcome.series.ready]
     assert max(ready) >= 3 and ready[-1] <= 2

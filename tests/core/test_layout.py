@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from broker.core.plan.layout import Layout, Score, cramped_lack
 from broker.core.plan.problem import Block, Need, Prices, Problem, Site

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ class Meddler:
     def decide(self, now_s: float, view: PoolView) -> Decision:
         """One action now and then, and what the coordinator wants."""
         decision = self.coordinator.decide(now_s, view)
-        return replace(decision, actions=(*self._meddle(view), *decision.actions))
+        return msgspec.structs.replace(decision, actions=(*self._meddle(view), *decision.actions))
 
     def _meddle(self, view: PoolView) -> tuple[Action, ...]:
         draw = self.random

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from broker.core.plan.policy import Decision, PoolView, StartReplica
 from broker.core.pool.events import LeadershipGained, RegistryLoaded, SchedulerSettings

@@ -5,9 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from broker.core.plan.coordinator import Coordinator, CoordinatorSettings
 from broker.core.plan.forecast import Forecaster

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from broker.core.plan.policy import ReplicaView, ResizeReplicaKv, SetReplicaConcurrency
 from broker.core.plan.triggers import Asked, EngineReading, Triggers

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from subjects.messages import Adapter, FailureKind
 from workers.core.held_request import Key
 
@@ -25,32 +27,28 @@ def identity_of(adapter: Adapter) -> Identity:
     return adapter.name, adapter.source, adapter.adapter_hash
 
 
-@dataclass(frozen=True, slots=True)
-class LoadAdapter:
+class LoadAdapter(msgspec.Struct, frozen=True):
     """Bring it into a slot under this id; :meth:`AdapterSlots.loaded` or :meth:`AdapterSlots.failed` follows."""
 
     adapter: Adapter
     slot_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class EvictAdapter:
+class EvictAdapter(msgspec.Struct, frozen=True):
     """Take it out of its slot; nothing uses it."""
 
     adapter: Adapter
     slot_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class AdmitRequest:
+class AdmitRequest(msgspec.Struct, frozen=True):
     """The adapter of this request is in the slot."""
 
     key: Key
     slot_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseRequest:
+class RefuseRequest(msgspec.Struct, frozen=True):
     """The adapter of this request did not load. ``kind`` tells whether another replica may have more luck."""
 
     key: Key

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from subjects import messages as m
 from subjects.ids import DeviceId, OperationId, ReplicaId, WorkerId
@@ -15,8 +16,7 @@ from workers.control_messages import (
 # ------------------------------------------------------------------------------------------------------------- the world
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """A device that replicas are charged to; ``memory_bytes`` is what the sum of their budgets may reach."""
 
     device: DeviceId
@@ -35,15 +35,14 @@ class Device:
     """Whether a replica's memory must be one run of addresses there (engines with arenas)."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
+class AgentSettings(msgspec.Struct, frozen=True):
     """What an agent knows at its start."""
 
     worker: WorkerId
     host: str
     devices: tuple[Device, ...]
     engines: tuple[m.EngineType, ...]
-    engine_versions: Mapping[str, str] = field(default_factory=dict)
+    engine_versions: Mapping[str, str] = msgspec.field(default_factory=dict)
     kv: bool = False
     """Whether a KV node belongs to this worker."""
     resizing: tuple[m.EngineType, ...] = ()
@@ -53,8 +52,7 @@ class AgentSettings:
 # ---------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class CommandReceived:
+class CommandReceived(msgspec.Struct, frozen=True):
     """A command came over the bus; ``token`` finds its reply, ``incarnation`` is freshly drawn for a replica it may make."""
 
     token: str
@@ -62,39 +60,34 @@ class CommandReceived:
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSpawned:
+class ReplicaSpawned(msgspec.Struct, frozen=True):
     """The process of a ``SpawnReplica`` exists."""
 
     replica: ReplicaId
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
+class SpawnFailed(msgspec.Struct, frozen=True):
     """There is no process and there will be none."""
 
     replica: ReplicaId
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class ControlReceived:
+class ControlReceived(msgspec.Struct, frozen=True):
     """A replica said something."""
 
     replica: ReplicaId
     message: ToAgent
 
 
-@dataclass(frozen=True, slots=True)
-class ControlLost:
+class ControlLost(msgspec.Struct, frozen=True):
     """A replica's end of the control connection closed or sent garbage."""
 
     replica: ReplicaId
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
+class ProcessExited(msgspec.Struct, frozen=True):
     """A process is gone and reaped. ``code`` is negative for a signal, None when nobody can tell."""
 
     replica: ReplicaId
@@ -102,23 +95,20 @@ class ProcessExited:
     stderr_tail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySampled:
+class MemorySampled(msgspec.Struct, frozen=True):
     """Proportional set sizes of replicas, and used bytes of devices where the driver tells."""
 
     replicas: tuple[tuple[ReplicaId, int], ...]
     devices: tuple[tuple[DeviceId, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KvReported:
+class KvReported(msgspec.Struct, frozen=True):
     """How the KV node is, or that it does not run."""
 
     report: m.KvReport
 
 
-@dataclass(frozen=True, slots=True)
-class KvAnswered:
+class KvAnswered(msgspec.Struct, frozen=True):
     """The node has done what it was asked for (``detail`` says what), or has not (``failure``)."""
 
     operation: OperationId
@@ -126,20 +116,17 @@ class KvAnswered:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BusRestored:
+class BusRestored(msgspec.Struct, frozen=True):
     """The bus was away; what was published meanwhile is lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShutdownStarted:
+class ShutdownStarted(msgspec.Struct, frozen=True):
     """The agent was asked to end; ``drain_s`` bounds the drains."""
 
     drain_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
@@ -161,8 +148,7 @@ AgentEvent = (
 # -------------------------------------------------------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnReplica:
+class SpawnReplica(msgspec.Struct, frozen=True):
     """Start a process; exactly one ``ReplicaSpawned`` or ``SpawnFailed`` answers."""
 
     replica: ReplicaId
@@ -173,53 +159,46 @@ class SpawnReplica:
     measure: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SendControl:
+class SendControl(msgspec.Struct, frozen=True):
     """Say something to a replica; it may be dead already."""
 
     replica: ReplicaId
     message: ToReplica
 
 
-@dataclass(frozen=True, slots=True)
-class KillReplica:
+class KillReplica(msgspec.Struct, frozen=True):
     """Send a signal to a replica's process group; ``ProcessExited`` follows."""
 
     replica: ReplicaId
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class AskKv:
+class AskKv(msgspec.Struct, frozen=True):
     """Ask the KV node within the command's bound; one ``KvAnswered`` answers."""
 
     command: m.EvictKv | m.MigrateKv
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyCommand:
+class ReplyCommand(msgspec.Struct, frozen=True):
     """Answer a command."""
 
     token: str
     reply: m.CommandReply
 
 
-@dataclass(frozen=True, slots=True)
-class PublishEvent:
+class PublishEvent(msgspec.Struct, frozen=True):
     """Tell the scheduler."""
 
     event: m.WorkerEvent
 
 
-@dataclass(frozen=True, slots=True)
-class PublishSnapshot:
+class PublishSnapshot(msgspec.Struct, frozen=True):
     """Tell the whole state; a newer one makes an unsent one worthless."""
 
     snapshot: m.WorkerSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class ExitAgent:
+class ExitAgent(msgspec.Struct, frozen=True):
     """No replica is left; end the process with this code."""
 
     code: int

@@ -395,28 +395,24 @@ def _item_tokens(item: str | int | list[int]) -> int:
 # ----------------------------------------------------------------------------------------------------- events, commands
 
 
-@dataclass(frozen=True, slots=True)
-class RequestAdded:
+class RequestAdded(msgspec.Struct, frozen=True):
     """The engine was given a request."""
 
     request: SimulatedRequest
 
 
-@dataclass(frozen=True, slots=True)
-class RequestAborted:
+class RequestAborted(msgspec.Struct, frozen=True):
     """The engine was told to stop a request; unknown ones are ignored."""
 
     request: RequestId
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(msgspec.Struct, frozen=True):
     """Time went by."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvResized:
+class KvResized(msgspec.Struct, frozen=True):
     """The engine has so many KV pages from now on; see :meth:`SimulatedCore.cannot_resize`."""
 
     kv_pages: int
@@ -425,15 +421,13 @@ class KvResized:
 SimulatedEvent = RequestAdded | RequestAborted | KvResized | Ticked
 
 
-@dataclass(frozen=True, slots=True)
-class EmitDeltas:
+class EmitDeltas(msgspec.Struct, frozen=True):
     """What one engine step brought."""
 
     deltas: tuple[m.Delta, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Die:
+class Die(msgspec.Struct, frozen=True):
     """The engine is dead; nothing comes out of it any more."""
 
     detail: str

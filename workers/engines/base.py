@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from subjects.errors import EngineError
 from subjects.ids import RequestId
@@ -21,8 +22,7 @@ TEST_ENVIRONMENTS = ("test", "load-test", "benchmark")
 """Values of ``X-Environment`` whose requests are no real traffic."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
+class EngineInfo(msgspec.Struct, frozen=True):
     """What a started engine can do. A page is one KV block of ``block_size`` tokens."""
 
     slots: int
@@ -39,8 +39,7 @@ class EngineInfo:
     """Whether it can free its device's memory and come back (SCH-8)."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
+class EngineRequest(msgspec.Struct, frozen=True):
     """A granted request. The engine renders ``body`` (the client's JSON) with the model's own tokenizer and template."""
 
     request: RequestId
@@ -62,8 +61,7 @@ class EngineRequest:
     """Test traffic: its KV is the first to go (KVC-2)."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(msgspec.Struct, frozen=True):
     """Now."""
 
     running: int

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from subjects.errors import EngineError
 from subjects.messages import Delta
 from workers.core.held_request import Key
 
 
-@dataclass(frozen=True, slots=True)
-class _Over:
+class _Over(msgspec.Struct, frozen=True):
     key: Key
 
 

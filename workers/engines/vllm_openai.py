@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,8 +99,7 @@ def register_architecture(source: str) -> None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request, ready for vLLM: ``engine_input`` holds the token ids, tokens already sent included."""
 
     engine_input: Any
@@ -113,8 +111,7 @@ class Prompt:
     """Without the tokens already sent; set only for a continuation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(msgspec.Struct, frozen=True):
     """A request after rendering. ``body`` is vLLM's own request object; choices number prompt by prompt."""
 
     request: EngineRequest
@@ -122,7 +119,7 @@ class Rendered:
     prompts: tuple[Prompt, ...]
     choices_per_prompt: int
     echo_text: tuple[str, ...] = ()
-    template_arguments: dict[str, Any] = field(default_factory=dict)
+    template_arguments: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def scores_only(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from broker.core.plan.layout import Layout
 from broker.core.plan.policy import Action, ModelView, StartReplica, StopReplica

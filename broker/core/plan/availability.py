@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+
+import msgspec
 
 from broker.core.plan.feasibility import Feasibility, runs
 from broker.core.plan.tunables import FAILING_IDLE_S, LATE_S, TURN_S
@@ -17,8 +18,7 @@ from subjects.ids import DeploymentKey
 from subjects.messages import EngineType, Mode, ModelRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(msgspec.Struct, frozen=True):
     """What a gateway is told of a model: how long a newcomer may wait, or why there is no point in waiting.
 
     Clients read ``refusal``. What a failed load said is not in it: it may name addresses and paths, which are for operators.

@@ -14,7 +14,9 @@ wants is a layout (``layout``, ``packing``); how the pool gets there is here:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from broker.core.plan import policy as p
 from broker.core.plan import tunables as t
@@ -36,8 +38,7 @@ SHUT = "shut"
 """Kind of a site to which nothing can come, whatever the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorSettings:
+class CoordinatorSettings(msgspec.Struct, frozen=True):
     """What operators, ablations and tests vary; all other numbers are in ``tunables`` alone."""
 
     learns_headroom: bool = True

@@ -79,8 +79,7 @@ class Account:
         self.deviates = False
 
 
-@dataclass(frozen=True, slots=True)
-class CostsRow:
+class CostsRow(msgspec.Struct, frozen=True):
     """For people: one model on one kind of device."""
 
     model: str

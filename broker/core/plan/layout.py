@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from broker.core.plan.problem import Block, Place, Problem
 from broker.core.plan.sharing import served_share, share_of_all, share_of_time
@@ -60,8 +61,7 @@ class _Lacks:
                 self.stale.append(need)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(msgspec.Struct, frozen=True):
     """A block that came or went, and what was true before, so that a rollback need not reckon again."""
 
     number: int

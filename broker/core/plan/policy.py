@@ -7,16 +7,16 @@ checks each action against the room that there is and against people's locks, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 from subjects.messages import DeviceKind, ModelRecord, ReplicaState
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceView:
+class DeviceView(msgspec.Struct, frozen=True):
     """A device that may take work. Bytes once all running transactions have ended as planned."""
 
     key: DeviceKey
@@ -37,8 +37,7 @@ class DeviceView:
     """What its worker can run, in order; empty: nothing is known of that."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaView:
+class ReplicaView(msgspec.Struct, frozen=True):
     """A replica, ready or on its way, that nobody has told to leave."""
 
     replica: ReplicaId
@@ -69,8 +68,7 @@ class ReplicaView:
     """What its engine was started with; 0 where nobody told."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(msgspec.Struct, frozen=True):
     """What arrived for a model since the policy's last look, by length class (short, medium, long inputs)."""
 
     requests: tuple[int, int, int] = (0, 0, 0)
@@ -79,8 +77,7 @@ class Arrivals:
     """Expected ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelView:
+class ModelView(msgspec.Struct, frozen=True):
     """A model, its replicas and its demand now."""
 
     record: ModelRecord
@@ -120,8 +117,7 @@ class ModelView:
         return sum(told) // len(told) if told else self.record.max_num_seqs
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedLoad:
+class ExpectedLoad(msgspec.Struct, frozen=True):
     """Load that people have declared beforehand: so many times what it would be, and at least so much work per second."""
 
     name: str
@@ -133,8 +129,7 @@ class ExpectedLoad:
     at_least: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PoolView:
+class PoolView(msgspec.Struct, frozen=True):
     """All that a policy may know. Mappings are in order of their keys."""
 
     now_s: float
@@ -147,8 +142,7 @@ class PoolView:
     """In order of their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartReplica:
+class StartReplica(msgspec.Struct, frozen=True):
     """Load one more replica. ``victims`` leave those devices first (expand first where there is room: then empty)."""
 
     deployment: DeploymentKey
@@ -159,8 +153,7 @@ class StartReplica:
     """Another KV budget than the record's; None takes the record's."""
 
 
-@dataclass(frozen=True, slots=True)
-class StopReplica:
+class StopReplica(msgspec.Struct, frozen=True):
     """Drain and unload, within the drain bound."""
 
     replica: ReplicaId
@@ -169,8 +162,7 @@ class StopReplica:
     """Do not let running requests finish: they continue elsewhere, or here later, from the tokens already sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResizeReplicaKv:
+class ResizeReplicaKv(msgspec.Struct, frozen=True):
     """Give it another KV budget: the fast lever between co-residents."""
 
     replica: ReplicaId
@@ -178,8 +170,7 @@ class ResizeReplicaKv:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SetReplicaConcurrency:
+class SetReplicaConcurrency(msgspec.Struct, frozen=True):
     """Bound what it runs at once."""
 
     replica: ReplicaId
@@ -190,14 +181,13 @@ class SetReplicaConcurrency:
 Action = StartReplica | StopReplica | ResizeReplicaKv | SetReplicaConcurrency
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What to do now, in order of priority; what does not fit any more is dropped and decided again next time."""
 
     actions: tuple[Action, ...] = ()
-    weights: dict[ReplicaId, float] = field(default_factory=dict)
+    weights: dict[ReplicaId, float] = msgspec.field(default_factory=dict)
     """Routing weights that changed (1.0 is neutral; 0.0 takes no new requests); neutral for models that may not act."""
-    notes: dict[DeploymentKey, str] = field(default_factory=dict)
+    notes: dict[DeploymentKey, str] = msgspec.field(default_factory=dict)
     """Per model one line on why it has what it has, for ``explain``."""
 
 

@@ -16,7 +16,10 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec.structs import replace
 
 from broker.core.plan import policy as p
 from broker.core.plan import tunables as t
@@ -33,8 +36,7 @@ from subjects.messages import ReplicaState, StepCosts
 Pairs = Sequence[tuple[p.ModelView, StepCosts]]
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(msgspec.Struct, frozen=True):
     """What the forecast says of a model, in GPU-seconds of work per second."""
 
     rate: float

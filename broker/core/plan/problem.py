@@ -6,7 +6,7 @@ pool that it was made from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from broker.core.plan.need import ModelNeed
 from broker.core.plan.policy import ModelView, PoolView, ReplicaView
@@ -19,8 +19,7 @@ Place = tuple[int, tuple[int, ...]]
 """Which model, and on which sites, ascending: replicas of the same place are as good as one another."""
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(msgspec.Struct, frozen=True):
     """A device that blocks can be put on. Replicas that span devices need them in one ``group``."""
 
     key: DeviceKey
@@ -30,8 +29,7 @@ class Site:
     residents_max: int
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """What one model wants. Capacity is in units of one of its replicas alone on a device on which ``rates`` is 1."""
 
     model: DeploymentKey
@@ -90,8 +88,7 @@ class Need:
     load_s: float = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """One replica. ``replica`` names one that exists; a new one has none."""
 
     need: int
@@ -111,8 +108,7 @@ class Block:
         return (self.need, self.sites)
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
+class Prices(msgspec.Struct, frozen=True):
     """What things cost beside lost value. A model of value 1000 that lacks a thousandth of its load weighs a device."""
 
     device: float = DEVICE_PRICE
@@ -120,18 +116,16 @@ class Prices:
     block: float = REPLICA_PRICE
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """Devices, wants and what is there now."""
 
     sites: tuple[Site, ...]
     needs: tuple[Need, ...]
     placed: tuple[Block, ...] = ()
-    prices: Prices = field(default_factory=Prices)
+    prices: Prices = msgspec.field(default_factory=Prices)
 
 
-@dataclass(slots=True)
-class Look:
+class Look(msgspec.Struct):
     """One look at the pool. Models, needs, costs and the problem's needs have the same order."""
 
     now_s: float

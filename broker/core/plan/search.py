@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import combinations, islice
+
+import msgspec
 
 from broker.core.plan.layout import Layout, Score
 from broker.core.plan.problem import Block, Place, Problem
 from broker.core.plan.tunables import GROUPS_MAX, PLACES_MAX, TAKEOVERS_MAX, THRIFT
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """A layout that was found, and how."""
 
     blocks: tuple[Block, ...]
@@ -369,8 +369,7 @@ class Search:
         return better
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
+class _Option(msgspec.Struct, frozen=True):
     """One more block on ``sites`` (none: nobody comes); ``leave`` go first."""
 
     sites: tuple[int, ...]

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from broker.core.plan import tunables as t
 from broker.core.plan.in_row import InRow
@@ -25,8 +26,7 @@ from broker.core.pool.catalogue import DeviceKey
 from subjects.ids import DeploymentKey, ReplicaId
 
 
-@dataclass(frozen=True, slots=True)
-class EngineReading:
+class EngineReading(msgspec.Struct, frozen=True):
     """What is known of one ready replica. Ratios and times are over the last seconds; None where the engine does not say."""
 
     view: ReplicaView
@@ -40,15 +40,14 @@ class EngineReading:
     """What its profile says a step with this batch takes with the devices to itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """What the readings of one look ask for, each in order of priority, then of replica."""
 
-    actions: dict[ReplicaId, ResizeReplicaKv | SetReplicaConcurrency] = field(default_factory=dict)
+    actions: dict[ReplicaId, ResizeReplicaKv | SetReplicaConcurrency] = msgspec.field(default_factory=dict)
     """One for a replica at most."""
-    more_replicas: dict[DeploymentKey, str] = field(default_factory=dict)
+    more_replicas: dict[DeploymentKey, str] = msgspec.field(default_factory=dict)
     """One more replica of the model, wherever there is room, and why."""
-    more_kv: dict[DeploymentKey, str] = field(default_factory=dict)
+    more_kv: dict[DeploymentKey, str] = msgspec.field(default_factory=dict)
 
 
 class Triggers:

@@ -18,14 +18,15 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from broker.core.plan import tunables as t
 from broker.core.plan.layout import Layout
 from broker.core.plan.problem import Block, Look, Need, Place
 from subjects.ids import ReplicaId
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """One more replica, in the places of others."""
 
     need: int
@@ -33,8 +34,7 @@ class Turn:
     victims: tuple[ReplicaId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Seller:
+class _Seller(msgspec.Struct, frozen=True):
     """A block that may leave its place, and what that costs; the last of its model or not does not change with others."""
 
     number: int

@@ -5,14 +5,13 @@ Events are in the past tense, commands in the imperative. All durations are seco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from subjects import messages as m
 from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
+class SchedulerSettings(msgspec.Struct, frozen=True):
     """The numbers of the first policy, each with its reason."""
 
     suspect_s: float = 0.3
@@ -73,72 +72,62 @@ class SchedulerSettings:
 # ---------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class BeatSeen:
+class BeatSeen(msgspec.Struct, frozen=True):
     """A worker is alive; ``epoch_seen`` is the highest epoch it has obeyed."""
 
     worker: WorkerId
     epoch_seen: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerReported:
+class WorkerReported(msgspec.Struct, frozen=True):
     """A worker's whole state arrived."""
 
     snapshot: m.WorkerSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class IngressReported:
+class IngressReported(msgspec.Struct, frozen=True):
     """A gateway's whole demand arrived: a model that it does not name has none there."""
 
     telemetry: m.IngressTelemetry
 
 
-@dataclass(frozen=True, slots=True)
-class CommandAnswered:
+class CommandAnswered(msgspec.Struct, frozen=True):
     """A worker answered a command at once."""
 
     reply: m.CommandReply
 
 
-@dataclass(frozen=True, slots=True)
-class CommandUnanswered:
+class CommandUnanswered(msgspec.Struct, frozen=True):
     """No answer came in time, or nobody listens."""
 
     operation: OperationId
 
 
-@dataclass(frozen=True, slots=True)
-class OperationSeen:
+class OperationSeen(msgspec.Struct, frozen=True):
     """A worker told of an operation's progress or end, or of a replica's death."""
 
     event: m.WorkerEvent
 
 
-@dataclass(frozen=True, slots=True)
-class RegistryLoaded:
+class RegistryLoaded(msgspec.Struct, frozen=True):
     """The whole registry was read. Before this nothing is decided, or every loaded model would look like an orphan."""
 
     records: tuple[m.ModelRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelApplied:
+class ModelApplied(msgspec.Struct, frozen=True):
     """A record was stored. It replaces the one of the same name and clears the model's failures."""
 
     record: m.ModelRecord
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRemoved:
+class ModelRemoved(msgspec.Struct, frozen=True):
     """A record was deleted; what is loaded of it will be drained and unloaded."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class OverridesChanged:
+class OverridesChanged(msgspec.Struct, frozen=True):
     """People's words that win over automatic decisions: all that hold from now on, in place of those that held before.
 
     A pin or mode wins over the record; nothing automatic starts, stops or changes a replica of a locked model, on a locked
@@ -149,15 +138,13 @@ class OverridesChanged:
     overrides: m.Overrides
 
 
-@dataclass(frozen=True, slots=True)
-class UnloadRequested:
+class UnloadRequested(msgspec.Struct, frozen=True):
     """A person wants a model out now; it comes back on the next demand."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class KvOrdered:
+class KvOrdered(msgspec.Struct, frozen=True):
     """A person wants something done about a model's KV by a worker's node: evicted, or pulled from another's (SCH-8)."""
 
     worker: WorkerId
@@ -165,15 +152,13 @@ class KvOrdered:
     order: m.KvOrder
 
 
-@dataclass(frozen=True, slots=True)
-class CostsKept:
+class CostsKept(msgspec.Struct, frozen=True):
     """What was measured and kept before, or what another scheduler has kept just now."""
 
     entries: tuple[m.KeptCosts, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileAsked:
+class ProfileAsked(msgspec.Struct, frozen=True):
     """A person wants whole curves of a model for the next ``for_s`` seconds; 0: no longer."""
 
     deployment: DeploymentKey
@@ -181,8 +166,7 @@ class ProfileAsked:
     batch_max: int
 
 
-@dataclass(frozen=True, slots=True)
-class DrainRequested:
+class DrainRequested(msgspec.Struct, frozen=True):
     """A person wants one replica out, locked, pinned or not. ``interrupt`` does not let its requests finish there."""
 
     replica: ReplicaId
@@ -191,8 +175,7 @@ class DrainRequested:
     """How long its requests may take to finish; None takes ``drain_s``."""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalRestored:
+class JournalRestored(msgspec.Struct, frozen=True):
     """What earlier leaders left unfinished: the entries of all transactions without an end, oldest first.
 
     Comes before :class:`LeadershipGained`. The agents' reports are trusted first; what they do not show as done is done.
@@ -201,39 +184,33 @@ class JournalRestored:
     entries: tuple[m.JournalEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DigestRestored:
+class DigestRestored(msgspec.Struct, frozen=True):
     """The last digest of an earlier leader: its dead stay dead, its timeline goes on."""
 
     digest: m.PoolDigest
 
 
-@dataclass(frozen=True, slots=True)
-class LeadershipGained:
+class LeadershipGained(msgspec.Struct, frozen=True):
     """This scheduler leads from now on, under ``epoch``."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeadershipLost:
+class LeadershipLost(msgspec.Struct, frozen=True):
     """This scheduler leads no more; it goes on listening."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeaviestGiveWay:
+class HeaviestGiveWay(msgspec.Struct, frozen=True):
     """These replicas, and no others from now on, are of the heaviest model on a device whose TWU is too high (SCH-6)."""
 
     replicas: tuple[ReplicaId, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BusRoundTripMade:
+class BusRoundTripMade(msgspec.Struct, frozen=True):
     """A ping to the bus came back just now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(msgspec.Struct, frozen=True):
     """Time passed. ``unix_s`` is the wall clock, used only to stamp what people read."""
 
     unix_s: float
@@ -268,8 +245,7 @@ SchedulerEvent = (
 # -------------------------------------------------------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True, slots=True)
-class SendCommand:
+class SendCommand(msgspec.Struct, frozen=True):
     """Send to a worker and report the answer, or its absence after ``timeout_s``."""
 
     worker: WorkerId
@@ -277,8 +253,7 @@ class SendCommand:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class AppendJournal:
+class AppendJournal(msgspec.Struct, frozen=True):
     """Append to the journal, in this order.
 
     Comes before the :class:`SendCommand` it tells of; the shell need not wait for the append, since a successor trusts what
@@ -288,8 +263,7 @@ class AppendJournal:
     entries: tuple[m.JournalEntry, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PublishDigest:
+class PublishDigest(msgspec.Struct, frozen=True):
     """Tell everybody the state of the pool. ``stored`` is the copy for the bucket, from which a successor goes on: it has
     the timeline and all of the dead besides."""
 
@@ -297,22 +271,19 @@ class PublishDigest:
     stored: m.PoolDigest
 
 
-@dataclass(frozen=True, slots=True)
-class RaiseAlert:
+class RaiseAlert(msgspec.Struct, frozen=True):
     """Publish an alert."""
 
     alert: m.Alert
 
 
-@dataclass(frozen=True, slots=True)
-class Resign:
+class Resign(msgspec.Struct, frozen=True):
     """A worker has obeyed a higher epoch: somebody else leads. Give the lease up."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class KeepCosts:
+class KeepCosts(msgspec.Struct, frozen=True):
     """Keep what was measured, over restarts of everything."""
 
     kept: m.KeptCosts
@@ -324,8 +295,7 @@ SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Re
 # ------------------------------------------------------------------------------------------------------------- decisions
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """Where a model goes and who leaves for it (empty in free room)."""
 
     worker: WorkerId

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from broker.core.pool.catalogue import Catalogue
 from broker.core.pool.older import kept_in_journal
 from broker.core.pool.state import COMING, Pool, Replica
@@ -132,8 +134,7 @@ class Course(Enum):
     """Nothing of it had happened: whoever still wants it decides it again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resumption:
+class Resumption(msgspec.Struct, frozen=True):
     """How to go on with one transaction of an earlier leader."""
 
     recorded: Recorded

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 from subjects.ids import WorkerId
 from subjects.messages import KvModelReport, KvReport, PoolKv
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
+class _Told(msgspec.Struct, frozen=True):
     """The last report of a worker's node, and how fast it evicts."""
 
     at_s: float

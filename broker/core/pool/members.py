@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from subjects import messages as m
 from subjects.ids import DeviceId, ReplicaId, WorkerId
 
@@ -81,8 +83,7 @@ class Device:
     key: tuple[WorkerId, DeviceId]
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """Demand for one model over all gateways, now."""
 
     waiting: int = 0
@@ -120,8 +121,7 @@ class Flow:
                 self.output_tokens[index] += row.arrived_output_tokens[index]
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
+class Changes(msgspec.Struct, frozen=True):
     """What a report or verdict changed, for whoever must act on it."""
 
     appeared: tuple[Replica, ...] = ()

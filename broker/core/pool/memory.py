@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from broker.core.pool.members import COMING, Replica
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId
 from subjects.messages import DeviceReport, WorkerSnapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """Room promised to a replica that is not listed yet; ``sent`` once its load command went out.
 
     One with ``until_s`` has outlived its transaction: the agent may hold that room, and its next report will tell.
@@ -28,8 +28,7 @@ class Reservation:
     until_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """The arithmetic of one device at one moment."""
 
     replicas: tuple[Replica, ...]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
 from subjects.messages import KvOrder, ModelRecord, WorkerCommand
 
@@ -84,8 +86,7 @@ class Victim:
     gone_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """Another KV budget or concurrency for a replica that stays."""
 
     replica: ReplicaId

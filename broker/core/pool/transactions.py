@@ -27,7 +27,8 @@ What begins, is sent and ends is told to the journal, from which a successor tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from broker.core.pool.commands import Orders
 from broker.core.pool.events import Placement, SchedulerCommand, SchedulerSettings

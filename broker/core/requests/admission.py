@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from profiles.costs import prefill_s
 from subjects import messages as m
@@ -25,18 +27,16 @@ RETRY_AFTER_PERMANENT_S = 600
 _ABILITIES = {m.Task.GENERATE: "chat and text completions", m.Task.EMBED: "embeddings"}
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Bounds of one gateway, in requests."""
 
     in_flight_max: int = 4096
     tenant_in_flight_max: int = 1024
-    tenant_in_flight_max_of: Mapping[Tenant, int] = field(default_factory=dict)
+    tenant_in_flight_max_of: Mapping[Tenant, int] = msgspec.field(default_factory=dict)
     """Where a tenant's bound differs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """What the client is told instead of an answer."""
 
     status: int
@@ -47,8 +47,7 @@ class Refused:
     retry_after_s: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelView:
+class ModelView(msgspec.Struct, frozen=True):
     """One model as a gateway sees it now: its record, the digest's word on it, and replicas that are ready.
 
     With ``adapter`` it is that adapter of the model: the same queue and replicas under another name.
@@ -74,8 +73,7 @@ class ModelView:
         return name == self.name or name in self.aliases or name == self.record.name or name in self.record.aliases
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """What a request asks of a model when it leaves the choice to us."""
 
     tags: tuple[str, ...] = ()
