@@ -306,6 +306,7 @@ def test_a_load_goes_from_command_to_ready() -> None:
         state=ReplicaState.READY,
         budget_bytes=40,
         slots=4,
+        slots_max=4,
         kv_pages=64,
         kv_pages_free=64,
         idle_s=0.25,

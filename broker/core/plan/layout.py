@@ -70,7 +70,8 @@ class _Change(msgspec.Struct, frozen=True):
     state: int
     made: int
     """The state before, and the one that it made."""
-    carried: list[tuple[int, float]]
+    carried: list[tuple[int, float, float]]
+    """Block, what it carried and its share of time."""
     models: list[tuple[int, float, float | None, int, float]]
     """Capacity, lack, its state and term."""
     lacks: _Lacks
@@ -113,6 +114,10 @@ class Layout:
         """Numbers of the blocks on each site, and of each model."""
         self.carried: dict[int, float] = {}
         """What each block carries; :attr:`capacity` by model what all of its blocks do."""
+        self._shares: dict[int, float] = {}
+        """Of its devices' time what each block gets."""
+        self._beside = [share_of_time([need.usage]) for need in problem.needs]
+        """By model the share of a resident beside one replica of it."""
         self.capacity = [0.0] * len(problem.needs)
         self._state = self._states = 0
         """Each change makes a new state; a rollback leads back to an old one."""
@@ -126,7 +131,7 @@ class Layout:
         for block in blocks:
             self._put(self._number(), block)
         for number, block in self.blocks.items():
-            self.carried[number] = self._carries(block)
+            self.carried[number] = self._carries(number, block)
         for model in range(len(problem.needs)):
             self.capacity[model] = self._capacity_of(model)
 
@@ -212,7 +217,7 @@ class Layout:
         if floor > 0.0 and replicas and load > 0:
             most = cramped_lack(wanted.value)
             if lack < most:
-                missing = sum(max(0.0, 1.0 - self._share_of(self.blocks[number]) / floor) for number in self.of[need])
+                missing = sum(max(0.0, 1.0 - self._shares[number] / floor) for number in self.of[need])
                 lack = max(lack, most * missing / replicas)
         kv_bytes = wanted.kv_keep_bytes if self._keep and wanted.kv_keep_bytes is not None else wanted.kv_bytes
         if kv_bytes > 0 and lack < 1:
@@ -296,11 +301,12 @@ class Layout:
         on.append(number)  # The highest number of all.
         of.append(number)
         self.free_bytes[site] = free_bytes - self.problem.needs[need].bytes_min + own
-        before = [carried[other] for other in on[:-1]]
+        shares = self._shares
+        before = [(carried[other], shares[other]) for other in on[:-1]]
         models = {need: None}
         for other in on:
             beside = self.blocks[other]
-            carried[other] = self._carries(beside)
+            carried[other] = self._carries(other, beside)
             models[beside.need] = None
         had = [(model, capacity[model], terms[model]) for model in models]
         for model in models:
@@ -309,10 +315,10 @@ class Layout:
         lost = float(sum(terms))
         on.pop()
         of.pop()
-        del self.blocks[number], carried[number]
+        del self.blocks[number], carried[number], shares[number]
         self.free_bytes[site] = free_bytes
-        for other, share in zip(on, before, strict=True):
-            carried[other] = share
+        for other, were in zip(on, before, strict=True):
+            carried[other], shares[other] = were
         for model, was, term in had:
             capacity[model], terms[model] = was, term
         self._forget([model for model in models if self._lacks.at[model] != self._state])
@@ -336,7 +342,7 @@ class Layout:
             change = self._journal.pop()
             if change.added:
                 self._take(change.number)
-                del self.carried[change.number]
+                del self.carried[change.number], self._shares[change.number]
             else:
                 self._put(change.number, change.block)
             self._unsettle(change)
@@ -380,16 +386,17 @@ class Layout:
         """What the blocks beside a changed one, and it, carry now. Goes into the journal."""
         self.trials += 1
         carried, capacity, lacks = self.carried, self.capacity, self._lacks
-        before: list[tuple[int, float]] = []
+        shares = self._shares
+        before: list[tuple[int, float, float]] = []
         if not added:
-            before.append((number, carried.pop(number)))
+            before.append((number, carried.pop(number), shares.pop(number)))
         models = {changed.need: None}
         for site in changed.sites:
             for other in self.on[site]:
                 block = self.blocks[other]
                 if other != number:
-                    before.append((other, carried[other]))
-                carried[other] = self._carries(block)
+                    before.append((other, carried[other], shares[other]))
+                carried[other] = self._carries(other, block)
                 models[block.need] = None
         known, at, terms = lacks.known, lacks.at, lacks.terms
         change = _Change(
@@ -414,8 +421,8 @@ class Layout:
         """Carried loads and capacities as they were; a lack only if it was reckoned in the state to which all goes back."""
         self.trials += 1
         state = self._state
-        for number, carried in reversed(change.carried):
-            self.carried[number] = carried
+        for number, carried, share in reversed(change.carried):
+            self.carried[number], self._shares[number] = carried, share
         self._forget([model for model, *_ in change.models])
         lacks = self._lacks
         # While only lacks were read since the change, those of all other models are what they were.
@@ -444,10 +451,10 @@ class Layout:
             capacity += self.carried[number]
         return capacity
 
-    def _carries(self, block: Block) -> float:
-        """What a block that is there carries, at the speed of the slowest of its sites."""
+    def _carries(self, number: int, block: Block) -> float:
+        """What a block that is there carries, at the speed of the slowest of its sites; keeps its share of their time."""
         wanted, sites = self.problem.needs[block.need], self.problem.sites
-        share = self._share_of(block)
+        share = self._shares[number] = self._share_of(block)
         if len(block.sites) == 1:
             speed = wanted.rates[sites[block.sites[0]].kind] * share
         else:
@@ -465,6 +472,10 @@ class Layout:
         if len(on) + len(staying) < 2:
             return 1.0
         blocks, needs = self.blocks, self.problem.needs
+        if len(on) == 2 and not staying:
+            first, second = blocks[on[0]].need, blocks[on[1]].need
+            if first == need or second == need:
+                return self._beside[second if first == need else first]
         others = []
         own = False
         for number in on:
