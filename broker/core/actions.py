@@ -18,7 +18,7 @@ from broker.core.plan.feasibility import Feasibility
 from broker.core.plan.policy import Action, ResizeReplicaKv, SetReplicaConcurrency, StartReplica, StopReplica
 from broker.core.pool.catalogue import Catalogue
 from broker.core.pool.describe import bytes_text, seconds_text
-from broker.core.pool.events import Placement, SchedulerCommand, SchedulerSettings
+from broker.core.pool.events import SchedulerCommand, SchedulerSettings
 from broker.core.pool.journal import Resumption
 from broker.core.pool.state import COMING, Device, Pool, Replica
 from broker.core.pool.transaction import Kind, Transaction
@@ -56,11 +56,10 @@ class Actions:
 
     # ---------------------------------------------------------------------------------------------------------- beginning
 
-    def place(self, now_s: float, placement: Placement, record: ModelRecord) -> Transaction:
+    def place(self, now_s: float, action: StartReplica, record: ModelRecord, where: str) -> None:
         """Begins a placement."""
-        leaving = [self._pool.replicas[victim] for victim in placement.victims]
-        transaction = self._transactions.place(now_s, placement, record)
-        where = _where(placement.worker, placement.devices)
+        leaving = [self._pool.replicas[victim] for victim in action.victims]
+        transaction = self._transactions.place(now_s, action.devices, action.victims, action.reason, record)
         for replica in leaving:
             name = self._catalogue.name(replica.report.deployment)
             busy = self._feasibility.demand(replica.report.deployment).any
@@ -68,8 +67,7 @@ class Actions:
             why = "busy, and others have waited for long" if busy else f"idle for {seconds_text(max(0.0, idle_s))}"
             reason = f"{why}; makes room for {record.name}"
             self._note(now_s, transaction, replica.replica, "evict", name, reason, where, replica.replica)
-        self._note(now_s, transaction, "load", "load", record.name, placement.reason, where, None)
-        return transaction
+        self._note(now_s, transaction, "load", "load", record.name, action.reason, where, None)
 
     def retire(
         self, now_s: float, replica: Replica, reason: str, *, forced: bool = False, drain_s: float | None = None
@@ -201,12 +199,11 @@ class Actions:
             for deployment in [record.deployment, *(victim.report.deployment for victim in victims)]
             if catalogue.mode(deployment) is not Mode.ACT
         ]
-        (worker, device), *others = action.devices
-        peers = tuple(peer for _, peer in others)
+        where = _where(action.devices[0][0], [device for _, device in action.devices])
         if held_back:
-            where, leave = _where(worker, (device, *peers)), "; ".join(f"{victim.replica} would leave" for victim in victims)
+            leave = "; ".join(f"{victim.replica} would leave" for victim in victims)
             return self._advise(now_s, "load", record.name, action.reason, where, leave, held_back)
-        self.place(now_s, Placement(worker, device, action.victims, action.reason, peers), record)
+        self.place(now_s, action, record, where)
         return ""
 
     def _victims_refusal(self, action: StartReplica, devices: list[Device]) -> str:

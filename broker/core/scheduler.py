@@ -188,21 +188,20 @@ class SchedulerCore:
 
     def _ingress(self, now_s: float, event: ev.IngressReported) -> bool:
         if self.pool.inflow.is_news(event.telemetry):
-            records = self.catalogue.records_by_deployment()
+            records = self.catalogue.speaker
             self.fairness.take(event.telemetry.demand, records)
             self.costs.served(event.telemetry.demand, records)
             for row in event.telemetry.demand:
-                if (
-                    row.waiting and row.deployment in records
-                ):  # What still runs leaves with the replica that a person unloads.
+                # What still runs leaves with the replica that a person unloads.
+                if row.waiting and row.deployment in records:
                     self.catalogue.model(row.deployment).held_down = False
-        starts = self.pool.ingress(now_s, event.telemetry)
+        starts = self.pool.inflow.take(now_s, self.pool.heard_s, event.telemetry)
         self._look_now |= any(self.feasibility.replicas_count(deployment) == 0 for deployment in starts)
         return bool(starts)
 
     def _tick(self, now_s: float) -> None:
         self.next_wake_s = now_s + self.settings.tick_s
-        self.fairness.look(now_s, self.catalogue.records_by_deployment())
+        self.fairness.look(now_s, self.catalogue.speaker)
         self.digests.notes += self.fairness.news
         for worker in self.pool.judge(now_s):
             self.transactions.worker_died(now_s, worker)
@@ -285,7 +284,7 @@ class SchedulerCore:
 
     def _observe_costs(self, now_s: float, snapshot: m.WorkerSnapshot) -> None:
         """Engines' steps correct costs; those that turn out to be wrong for good are told of and measured again."""
-        for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.records_by_deployment()):
+        for record, kind, account in self.costs.observe(now_s, snapshot, self.catalogue.speaker):
             text = f"steps of {record.name} on {kind or 'its devices'} take {account.ratio:.2f} times what its costs say"
             given = kind in record.costs
             remedy = f"carpool profile {record.name}" if given else "carpool get costs"
@@ -413,7 +412,7 @@ class SchedulerCore:
         self._told = news
         outlooks = {}
         may_decide = self._may_decide(now_s)
-        for record in self.catalogue.by_name():
+        for record in self.catalogue.by_name:
             # Any replica of a model serves all of its names, so that they have one outlook: that of who speaks for it.
             speaker = self.catalogue.of_deployment(record.deployment) or record
             outlook = self.availability.outlook(now_s, speaker) if may_decide else Outlook()
@@ -425,6 +424,6 @@ class SchedulerCore:
                 self.outcomes.alert(now_s, m.Severity.WARNING, "cannot-fit", record.name, text, "carpool get devices")
         if now_s >= self._measures_due_s:
             self._measures_due_s = now_s + MEASURES_EVERY_S
-            self.digests.measures = self.costs.to_measure(now_s, self.catalogue.records_by_deployment())
+            self.digests.measures = self.costs.to_measure(now_s, self.catalogue.speaker)
         unix_offset_s = self.transactions.orders.unix_offset_s
         self._out.append(self.digests.build(now_s, self.epoch, unix_offset_s, outlooks))

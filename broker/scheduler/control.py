@@ -204,7 +204,7 @@ class Control:
                 "deployment": record.deployment[:16],
                 "note": self._note(record),
             }
-            for record in core.catalogue.by_name()
+            for record in core.catalogue.by_name
         ]
 
     def _note(self, record: ModelRecord) -> str:
@@ -285,7 +285,7 @@ class Control:
         ]
 
     def _costs(self) -> list[Row]:
-        return [row for record in self._core.catalogue.by_name() for row in self._costs_of(record)]
+        return [row for record in self._core.catalogue.by_name for row in self._costs_of(record)]
 
     def _costs_of(self, record: ModelRecord) -> list[Row]:
         unix_s = time.time()

@@ -41,7 +41,7 @@ def explain_model(core: SchedulerCore, log: TransactionLog, record: m.ModelRecor
     demand = pool.inflow.demand(now_s).get(record.deployment, Demand())
     replicas = sorted(living(core, record), key=lambda replica: replica.replica)
     told = core.digests.told(record)
-    shared = sharers(record, catalogue.by_name())
+    shared = sharers(record, catalogue.by_name)
     actions = [entry for entry in reversed(core.digests.timeline(unix_s - now_s)) if entry.model == record.name]
     return {
         "model": record.name,

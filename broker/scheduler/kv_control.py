@@ -104,7 +104,7 @@ class KvControl:
     def rows(self) -> list[Row]:
         """One row per worker and tier, as the agents last told it."""
         names: dict[str, str] = {}
-        for record in self._core.catalogue.by_name():
+        for record in self._core.catalogue.by_name:
             names.setdefault(record.kv_signature, record.name)
         return [
             _row(worker, report, tier, names)

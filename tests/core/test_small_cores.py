@@ -177,8 +177,8 @@ def test_names_of_one_hash_share_a_model() -> None:
     catalogue.load([record("b", deployment=shared), record("a", deployment=shared), record("c")])
     loaded.append(catalogue.loaded)
     assert loaded == [False, True]
-    assert [one.name for one in catalogue.by_name()] == ["a", "b", "c"]
-    assert [one.name for one in catalogue.by_deployment()] == ["a", "c"]
+    assert [one.name for one in catalogue.by_name] == ["a", "b", "c"]
+    assert [one.name for one in catalogue.by_deployment] == ["a", "c"]
     assert catalogue.name(shared) == "a"
     catalogue.remove("a")
     assert catalogue.name(shared) == "b"
@@ -207,12 +207,12 @@ def test_every_change_of_the_catalogue_is_news() -> None:
     catalogue.load([record("a", pinned=True), record("b", allow_co_location=False)])
     seen.append(catalogue.news)
     shared = [catalogue.all_co_locate]
-    assert [catalogue.pinned(one) for one in catalogue.by_name()] == [True, False]
+    assert [catalogue.pinned(one) for one in catalogue.by_name] == [True, False]
     words = (("a", "unpinned"), ("b", "pinned"))
     pins = tuple(Override(kind=OverrideKind.PIN, about=about, value=value) for about, value in words)
     catalogue.override(Overrides(entries=pins))
     seen.append(catalogue.news)
-    assert [catalogue.pinned(one) for one in catalogue.by_name()] == [False, True]
+    assert [catalogue.pinned(one) for one in catalogue.by_name] == [False, True]
     catalogue.remove("b")
     seen.append(catalogue.news)
     shared.append(catalogue.all_co_locate)

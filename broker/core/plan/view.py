@@ -45,7 +45,7 @@ class ViewBuilder:
         coming: dict[DeploymentKey, list[Reservation]] = {}
         for held in self._pool.unlisted_reservations():
             coming.setdefault(held.deployment, []).append(held)
-        records = sorted(self._catalogue.by_deployment(), key=lambda record: record.deployment)
+        records = sorted(self._catalogue.by_deployment, key=lambda record: record.deployment)
         known, self._replicas = self._replicas, {}
         models = {
             record.deployment: self._model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from broker.core.pool.overrides import PINNED
@@ -63,11 +63,13 @@ class Catalogue:
         self.shared: list[list[ModelRecord]] = []
         """Records of each model that has several names."""
         self._stand_back: frozenset[str] = frozenset()
-        self._of_deployment: dict[DeploymentKey, ModelRecord] = {}
+        self.speaker: dict[DeploymentKey, ModelRecord] = {}
+        """The record that speaks for each model."""
         self._of_files: dict[ModelHash, DeploymentKey] = {}
         self._models: dict[DeploymentKey, Model] = {}
-        self._by_name: list[ModelRecord] = []
-        self._by_deployment: list[ModelRecord] = []
+        self.by_name: list[ModelRecord] = []
+        self.by_deployment: list[ModelRecord] = []
+        """All records, and the one that speaks for each model, in order of name."""
         self._pins: dict[str, bool] = {}
         self._pinned: set[DeploymentKey] = set()
         self._locks: dict[str, None] = {}
@@ -96,7 +98,7 @@ class Catalogue:
         self.news += 1
         records = self.records.values()
         self.all_co_locate = all(record.allow_co_location for record in records) and len({r.tenant for r in records}) <= 1
-        self._of_deployment.clear()
+        self.speaker.clear()
         self._of_files.clear()
         self._pinned.clear()
         self._locked.clear()
@@ -108,16 +110,16 @@ class Catalogue:
                 self._locked.add(record.deployment)
             if self._pins.get(name, record.pinned):
                 self._pinned.add(record.deployment)
-        self._by_name = [self.records[name] for name in sorted(self.records)]
+        self.by_name = [self.records[name] for name in sorted(self.records)]
         names_of: dict[DeploymentKey, list[ModelRecord]] = {}
-        for record in self._by_name:
+        for record in self.by_name:
             names_of.setdefault(record.deployment, []).append(record)
             if self._of_files.setdefault(record.model_hash, record.deployment) != record.deployment:
                 self._of_files[record.model_hash] = DeploymentKey("")
         self.shared = [named for named in names_of.values() if len(named) > 1]
         for deployment, named in names_of.items():
-            self._of_deployment[deployment] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
-        self._by_deployment = sorted(self._of_deployment.values(), key=lambda record: record.name)
+            self.speaker[deployment] = min(named, key=lambda record: (record.name in self._stand_back, record.name))
+        self.by_deployment = sorted(self.speaker.values(), key=lambda record: record.name)
         acts = all(mode is Mode.ACT for mode in self._mode_of.values())
         self.any_stay = not acts or bool(self._pinned or self._locked) or any(r.min_replicas for r in self.records.values())
 
@@ -153,21 +155,9 @@ class Catalogue:
         """How far the scheduler may go with a model; with one that nobody applied it may do all."""
         return self._mode_of.get(deployment, Mode.ACT)
 
-    def by_name(self) -> list[ModelRecord]:
-        """All records in order of name."""
-        return self._by_name
-
-    def by_deployment(self) -> list[ModelRecord]:
-        """One record for each model, in order of name."""
-        return self._by_deployment
-
-    def records_by_deployment(self) -> Mapping[DeploymentKey, ModelRecord]:
-        """The record that speaks for each model."""
-        return self._of_deployment
-
     def of_deployment(self, deployment: DeploymentKey) -> ModelRecord | None:
         """The record that speaks for a model, or None when nobody applied it."""
-        return self._of_deployment.get(deployment)
+        return self.speaker.get(deployment)
 
     def deployment_of(self, model_hash: ModelHash) -> DeploymentKey:
         """The one deployment of these files; empty where there is none, or are several."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from subjects import messages as m
-from subjects.ids import DeploymentKey, DeviceId, OperationId, ReplicaId, WorkerId
+from subjects.ids import DeploymentKey, OperationId, ReplicaId, WorkerId
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True):
@@ -290,22 +290,3 @@ class KeepCosts(msgspec.Struct, frozen=True):
 
 
 SchedulerCommand = SendCommand | AppendJournal | PublishDigest | RaiseAlert | Resign | KeepCosts
-
-
-# ------------------------------------------------------------------------------------------------------------- decisions
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """Where a model goes and who leaves for it (empty in free room)."""
-
-    worker: WorkerId
-    device: DeviceId
-    victims: tuple[ReplicaId, ...]
-    reason: str
-    peers: tuple[DeviceId, ...] = ()
-    """The other devices that it spans."""
-
-    @property
-    def devices(self) -> tuple[DeviceId, ...]:
-        """All that it spans, the leading one first."""
-        return (self.device, *self.peers)

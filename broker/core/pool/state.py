@@ -29,7 +29,7 @@ from broker.core.pool.memory import Room as Room
 from broker.core.pool.memory import rooms_of
 from broker.core.pool.overrides import split_device
 from subjects.ids import DeploymentKey, DeviceId, ReplicaId, WorkerId, base_name
-from subjects.messages import IngressTelemetry, OverrideKind, Overrides, ReplicaReport, ReplicaState, WorkerSnapshot
+from subjects.messages import OverrideKind, Overrides, ReplicaReport, ReplicaState, WorkerSnapshot
 
 
 class Pool:
@@ -179,8 +179,8 @@ class Pool:
         for report in snapshot.replicas:
             if report.replica in self._ended:
                 continue
-            if report.state is ReplicaState.ABSENT:
-                report = _queued_as_coming(report)
+            if report.state is ReplicaState.ABSENT:  # A load that waits for its turn: on its way, and charged.
+                report = msgspec.structs.replace(report, state=ReplicaState.FETCHING)
             known = self.replicas.get(report.replica)
             if known is None or known.worker != snapshot.worker or _elsewhere(known.report, report):
                 replica = self._list(now_s, snapshot.worker, report, known)
@@ -387,10 +387,6 @@ class Pool:
         self.inflow.judge(self.heard_s - settings.ingress_silent_s)
         return tuple(died)
 
-    def ingress(self, now_s: float, telemetry: IngressTelemetry) -> list[DeploymentKey]:
-        """Takes a gateway's whole demand; returns the models that start to wait there."""
-        return self.inflow.take(now_s, self.heard_s, telemetry)
-
     # -------------------------------------------------------------------------------------------------------- asking
 
     def replicas_in_order(self) -> list[Replica]:
@@ -490,13 +486,6 @@ class Pool:
 
 
 _NO_CHANGES = Changes()
-
-
-def _queued_as_coming(report: ReplicaReport) -> ReplicaReport:
-    """A load that waits for its turn is listed as absent; to us it is on its way, and charged."""
-    if report.state is not ReplicaState.ABSENT:
-        return report
-    return msgspec.structs.replace(report, state=ReplicaState.FETCHING)
 
 
 def _elsewhere(one: ReplicaReport, other: ReplicaReport) -> bool:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from broker.core.pool.commands import Orders
-from broker.core.pool.events import Placement, SchedulerCommand, SchedulerSettings
+from broker.core.pool.events import SchedulerCommand, SchedulerSettings
 from broker.core.pool.state import COMING, Pool, Replica, Reservation, Worker
 from broker.core.pool.transaction import TRANSITIONS as TRANSITIONS
 from broker.core.pool.transaction import Change, Fault, Kind, Operation, Transaction, Victim
@@ -80,31 +80,29 @@ class Transactions:
 
     # ----------------------------------------------------------------------------------------------------- beginning
 
-    def place(self, now_s: float, placement: Placement, record: m.ModelRecord) -> Transaction:
-        """Reserves the room on all devices, and begins to drain the victims."""
-        transaction = self._begin(now_s, Kind.PLACE, placement.worker, placement.devices, placement.reason)
+    def place(
+        self,
+        now_s: float,
+        devices: Sequence[tuple[WorkerId, DeviceId]],
+        victims: tuple[ReplicaId, ...],
+        reason: str,
+        record: m.ModelRecord,
+    ) -> Transaction:
+        """Reserves the room on all ``devices`` of a worker, the leading one first, and begins to drain the ``victims``."""
+        worker, keys = devices[0][0], tuple([device for _, device in devices])
+        transaction = self._begin(now_s, Kind.PLACE, worker, keys, reason)
         transaction.record = record
         slug = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in record.name)[:24]
         transaction.replica_name = f"{slug}-{self.orders.epoch}-{transaction.number}"
         self._newcomers[transaction.replica_name] = transaction.number
-        self._pool.reserve(
-            Reservation(
-                placement.worker, placement.devices, transaction.replica_name, record.deployment, record.budget_bytes
-            )
-        )
-        self._began(now_s, transaction, placement.victims)
-        self._send_away(now_s, transaction, placement.victims, forced=False)
+        self._reserve(transaction, record)
+        self._began(now_s, transaction, victims)
+        self._send_away(now_s, transaction, victims, forced=False)
         self._advance(now_s, transaction)
         return transaction
 
     def retire(
-        self,
-        now_s: float,
-        replica: Replica,
-        reason: str,
-        *,
-        forced: bool,
-        drain_s: float | None = None,
+        self, now_s: float, replica: Replica, reason: str, *, forced: bool, drain_s: float | None = None
     ) -> Transaction:
         """Drains (unless ``forced``) and unloads one replica; with ``drain_s`` 0 its requests are interrupted."""
         transaction = self._begin(now_s, Kind.RETIRE, replica.worker, replica.devices, reason)
@@ -128,12 +126,7 @@ class Transactions:
         return self._begin_change(now_s, Kind.SET_CONCURRENCY, replica, change, reason)
 
     def ask_kv(
-        self,
-        now_s: float,
-        worker: WorkerId,
-        deployment: DeploymentKey,
-        order: m.KvOrder,
-        reason: str,
+        self, now_s: float, worker: WorkerId, deployment: DeploymentKey, order: m.KvOrder, reason: str
     ) -> Transaction:
         """Asks the KV node of a worker, at once: it needs no room."""
         kind = Kind.EVICT_KV if order.source is None else Kind.MIGRATE_KV
@@ -173,6 +166,11 @@ class Transactions:
         self.running[transaction.number] = transaction
         return transaction
 
+    def _reserve(self, transaction: Transaction, record: m.ModelRecord) -> None:
+        """Promises the room of a newcomer."""
+        where = (transaction.worker, transaction.devices, transaction.replica_name)
+        self._pool.reserve(Reservation(*where, record.deployment, record.budget_bytes))
+
     def _began(
         self, now_s: float, transaction: Transaction, replicas: tuple[ReplicaId, ...], *, forced: bool = False
     ) -> None:
@@ -202,11 +200,7 @@ class Transactions:
             transaction.replica_name = began.replica_name
             self._newcomers[began.replica_name] = transaction.number
             if newcomer is None:
-                self._pool.reserve(
-                    Reservation(
-                        began.worker, began.devices, began.replica_name, began.record.deployment, began.record.budget_bytes
-                    )
-                )
+                self._reserve(transaction, began.record)
         forced = began.forced and began.record is None
         self._send_away(now_s, transaction, tuple(replica.replica for replica in there), forced=forced)
         self._advance(now_s, transaction)
@@ -217,14 +211,7 @@ class Transactions:
             transaction.replica = newcomer.replica
         return transaction
 
-    def _send_away(
-        self,
-        now_s: float,
-        transaction: Transaction,
-        victims: tuple[ReplicaId, ...],
-        *,
-        forced: bool,
-    ) -> None:
+    def _send_away(self, now_s: float, transaction: Transaction, victims: tuple[ReplicaId, ...], *, forced: bool) -> None:
         for replica in victims:
             for number in list(self._changed.get(replica, ())):
                 if self.running[number].stage is Stage.WAITING:
@@ -296,15 +283,7 @@ class Transactions:
             self._pool.ended(victim.replica)
             self.replica_gone(now_s, victim.replica, "")
 
-    def _failed(
-        self,
-        now_s: float,
-        operation: Operation,
-        failure: str,
-        fault: Fault,
-        *,
-        unsure: bool = False,
-    ) -> None:
+    def _failed(self, now_s: float, operation: Operation, failure: str, fault: Fault, *, unsure: bool = False) -> None:
         transaction = self.running[operation.transaction]
         self.orders.ended(now_s, transaction, operation, failure)
         if operation.victim is None:

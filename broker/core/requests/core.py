@@ -259,7 +259,14 @@ class RequestCore:
         self._move(now_s, live, State.PUBLISHING)
         message_id = f"{live.request}.{live.attempt}.{live.publication}"
         ttl_s = max(1, ceil(min(live.wait_until_s, live.deadline_s) - now_s))
-        self._out.append(ev.PublishTicket(self._ticket(live), message_id, ttl_s))
+        ticket = m.Ticket(
+            request=live.request,
+            attempt=live.attempt,
+            publication=live.publication,
+            ingress=self._ingress,
+            profile=live.queued_as,
+        )
+        self._out.append(ev.PublishTicket(ticket, message_id, ttl_s))
 
     def _yield(self, now_s: float, live: LiveRequest) -> None:
         """Those who can still meet their target go first. A replica that pulled the old ticket may claim it all the same."""
@@ -273,21 +280,11 @@ class RequestCore:
         else:
             self._agenda.set(live.request, live.due_s())
 
-    def _ticket(self, live: LiveRequest) -> m.Ticket:
-        return m.Ticket(
-            request=live.request,
-            attempt=live.attempt,
-            publication=live.publication,
-            ingress=self._ingress,
-            profile=live.queued_as,
-        )
-
     def _ticket_stored(self, now_s: float, event: ev.TicketStored) -> None:
         live = self._live.get(event.request)
         if live is None or (live.attempt, live.publication) != (event.attempt, event.publication):
-            self._out.append(
-                ev.DeleteTicket(event.stored)
-            )  # It ended, or was published again, while this copy was on its way.
+            # It ended, or was published again, while this copy was on its way.
+            self._out.append(ev.DeleteTicket(event.stored))
         elif live.state is State.PUBLISHING:
             live.stored = event.stored
             self._move(now_s, live, State.STORED)
@@ -435,8 +432,7 @@ class RequestCore:
                     )
                     self._out.append(ev.SendBack(replica, resend))
             case Taken.ACCEPTED:
-                if live.first_sent_s is None:
-                    live.first_sent_s = now_s
+                live.first_sent_s = now_s if live.first_sent_s is None else live.first_sent_s
                 self._out.append(ev.Deliver(live.request, delta))
                 if delta.end:
                     self._end(now_s, live, ev.Finished(delta.usage))
@@ -472,15 +468,7 @@ class RequestCore:
             live.wait_until_s = now_s + live.wait_bound_s
             self._restart(now_s, live, why)
 
-    def _restart(
-        self,
-        now_s: float,
-        live: LiveRequest,
-        why: str,
-        *,
-        pause_s: float = 0.0,
-        handed: bool = False,
-    ) -> None:
+    def _restart(self, now_s: float, live: LiveRequest, why: str, *, pause_s: float = 0.0, handed: bool = False) -> None:
         self._let_go(now_s, live)
         waits_since_s = live.waits_since_s
         live.begin_attempt(now_s)
@@ -597,15 +585,14 @@ class RequestCore:
                 self._links.forget(replica)
                 continue
             self._held_sent += 1
-            entries = tuple(self._held_entry(self._live[request]) for request in link.running)
+            wanted = [self._live[request] for request in link.running]
+            entries = tuple(
+                m.HeldEntry(request=live.request, attempt=live.attempt, next_indexes=live.next_indexes()) for live in wanted
+            )
             held = m.Held(ingress=self._ingress, sequence=self._held_sent, entries=entries, hands=link.hands)
             self._out.append(ev.SendBack(replica, held))
             link.awaiting_frame = True
         self._held_due_s = now_s + ev.HELD_EVERY_S if self._links.links else inf
-
-    @staticmethod
-    def _held_entry(live: LiveRequest) -> m.HeldEntry:
-        return m.HeldEntry(request=live.request, attempt=live.attempt, next_indexes=live.next_indexes())
 
     def _move(self, now_s: float, live: LiveRequest, state: State | None) -> None:
         """The only place where a state changes; keeps the views and the agenda in step with it."""

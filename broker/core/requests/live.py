@@ -15,8 +15,6 @@ from subjects.bus import Stored
 from subjects.ids import DeploymentKey, ReplicaId, RequestId
 from subjects.messages import Adapter, Delta, Grant, RequestProfile, Sla, SlaClass
 
-"""A token id takes up to five bytes on the wire."""
-
 
 class State(Enum):
     """Where a request is. A claim is granted in each of them, and all but ``RUNNING`` wait for one or for room."""
