@@ -233,8 +233,8 @@ class Actions:
             return self._advise(now_s, "unload", name, action.reason, where, "", [name])
         if coming:
             return self._take_back(now_s, base_name(replica.replica), action.reason)
-        drain_s = 0.0 if action.interrupt and self._settings.interrupts else None
-        self.retire(now_s, replica, action.reason, drain_s=drain_s)
+        interrupts = action.interrupt and self._settings.interrupts and replica.report.continues
+        self.retire(now_s, replica, action.reason, drain_s=0.0 if interrupts else None)
         return ""
 
     def _take_back(self, now_s: float, replica_name: str, reason: str) -> str:

@@ -73,6 +73,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the last prompts' tokens that the engine found in its prefix cache; None where it does not tell."""
     resizes_kv: bool = False
     """Whether its KV budget can be another while it runs; told by one that serves."""
+    continues: bool = False
+    """Whether another replica of its model can go on with its answers where they stopped; told by one that serves."""
     sums: StepSums | None = None
     """Of all its steps since its start; None where the engine does not tell."""
 

@@ -307,6 +307,7 @@ def test_a_load_goes_from_command_to_ready() -> None:
         budget_bytes=40,
         slots=4,
         slots_max=4,
+        continues=True,
         kv_pages=64,
         kv_pages_free=64,
         idle_s=0.25,

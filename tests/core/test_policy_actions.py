@@ -144,6 +144,7 @@ class Pool(Bench):
         replica: str = "",
         peers: tuple[DeviceId, ...] = (),
         kv_bytes: int = 0,
+        continues: bool = True,
     ) -> ReplicaId:
         """Lists one more replica."""
         found = ReplicaReport(
@@ -159,6 +160,7 @@ class Pool(Bench):
             peers=peers,
             kv_bytes=kv_bytes,
             resizes_kv=self.resizes,
+            continues=continues,
         )
         self.there.append(found)
         return found.replica
@@ -312,7 +314,7 @@ def test_a_started_replica_gets_the_kv_that_was_decided() -> None:
 
 
 def test_an_interrupted_replica_does_not_finish_its_requests() -> None:
-    """A stop drains within its bound; an interruption has a bound of nothing (SCH-9), where answers can go on elsewhere."""
+    """A stop drains within its bound; an interruption has a bound of nothing (SCH-9), where its engine's answers can go on."""
     careful = Pool(A, B)
     c = careful.has("a", 0)
     careful.tell()
@@ -320,10 +322,12 @@ def test_an_interrupted_replica_does_not_finish_its_requests() -> None:
     assert isinstance(stop, DrainReplica)
     assert stop.timeout_s == 30.0
     pool = Pool(A, B, settings=SchedulerSettings(interrupts=True))
-    a, b = pool.has("a", 0), pool.has("b", 1)
+    a, b, c = pool.has("a", 0), pool.has("b", 1), pool.has("b", 2, continues=False)
     pool.tell()
-    stops = pool.decide(StopReplica(a, "because"), StopReplica(b, "because", interrupt=True))
-    assert [(stop.replica, stop.timeout_s) for stop in stops if isinstance(stop, DrainReplica)] == [(a, 30.0), (b, 0.0)]
+    stops = pool.decide(
+        StopReplica(a, "because"), StopReplica(b, "because", interrupt=True), StopReplica(c, "because", interrupt=True)
+    )
+    assert {stop.replica: stop.timeout_s for stop in stops if isinstance(stop, DrainReplica)} == {a: 30.0, b: 0.0, c: 30.0}
     assert pool.core.actions.dropped == ()
     pool.tick(0.2)
     assert (pool.view.models[A.deployment].leaving, pool.view.models[A.deployment].replicas) == (1, ())

@@ -176,6 +176,7 @@ class AgentCore:
             hit_ratio=replica.hit_ratio if serves else None,
             sums=replica.sums if serves else None,
             resizes_kv=serves and replica.resizes_kv,
+            continues=serves and replica.continues,
         )
 
     @staticmethod
@@ -574,6 +575,7 @@ class AgentCore:
         replica.engine_slots = replica.slots = message.info.slots
         replica.kv_pages = replica.kv_pages_free = message.info.kv_pages
         replica.resizes_kv, replica.sleeps = message.info.resizes_kv, message.info.sleeps
+        replica.continues = message.info.continues
         replica.counted_s = now_s
         replica.ping_at_s = now_s + PING_EVERY_S
         assert replica.load_operation is not None, "a load runs until its replica is ready"

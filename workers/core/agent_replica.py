@@ -106,6 +106,7 @@ class Replica:
     slots: int = 0
     kv_pages: int = 0
     resizes_kv: bool = False
+    continues: bool = False
     sleeps: bool = False
     busy_s: float = 0.0
     preemptions: int = 0
