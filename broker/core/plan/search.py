@@ -164,29 +164,33 @@ class Search:
 
     def _places(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[tuple[int, ...]]:
         """Where one more block fits: every place in use, and of the unused ones one of each kind and group."""
-        layout = self.layout
-        wanted = layout.problem.needs[need]
+        layout, on, paid = self.layout, self.layout.on, self.layout.paid
+        wanted, sites_there = layout.problem.needs[need], layout.problem.sites
         used: dict[str, list[int]] = {}
         empty: dict[tuple[str, str], list[int]] = {}
-        for site, place in enumerate(layout.problem.sites):
-            if site not in shut and layout.fits_site(need, site):
-                if layout.on[site]:
+        firsts: dict[tuple[str, bool], int] = {}
+        """For a replica of one device the smallest unused site of each kind, not the one that it avoids if there is another:
+        which of a thousand alike fit need not be asked."""
+        for site, place in enumerate(sites_there):
+            if site in shut or not (new_devices or on[site]):
+                continue
+            if wanted.gpus == 1 and not on[site]:
+                first = firsts.get((place.kind, paid[site]))
+                smaller = first is None or place.memory_bytes < sites_there[first].memory_bytes
+                taken = first is not None and (site == wanted.avoids or not (smaller or first == wanted.avoids))
+                if not taken and layout.fits_site(need, site):
+                    firsts[place.kind, paid[site]] = site
+            elif layout.fits_site(need, site):
+                if on[site]:
                     used.setdefault(place.group, []).append(site)
-                elif new_devices:
+                else:
                     empty.setdefault((place.group, place.kind), []).append(site)
         places = [
             sites
             for model, sites in layout.left()
-            if model == need and all(site not in shut and (new_devices or layout.on[site]) for site in sites)
+            if model == need and all(site not in shut and (new_devices or on[site]) for site in sites)
         ]
         if wanted.gpus == 1:
-            firsts: dict[tuple[str, bool], int] = {}
-            for (_, kind), sites in empty.items():
-                for site in sites:
-                    first = firsts.setdefault((kind, layout.paid[site]), site)
-                    smaller = layout.problem.sites[site].memory_bytes < layout.problem.sites[first].memory_bytes
-                    if first != site and site != wanted.avoids and (smaller or first == wanted.avoids):
-                        firsts[kind, layout.paid[site]] = site
             found = [sites for sites in places if layout.fits(need, sites)]
             others = [(site,) for sites in used.values() for site in sites]
             others.extend((site,) for site in firsts.values())
@@ -197,8 +201,8 @@ class Search:
         each = min(GROUPS_MAX, max(1, PLACES_MAX // max(1, len(names)) - 1))
         for group in names:
             fresh = [site for (name, _), sites in empty.items() if name == group for site in sites]
-            fresh.sort(key=lambda site: (layout.paid[site], site))
-            members = sorted(used.get(group, []), key=lambda site: (len(layout.on[site]), site)) + fresh
+            fresh.sort(key=lambda site: (paid[site], site))
+            members = sorted(used.get(group, []), key=lambda site: (len(on[site]), site)) + fresh
             if len(members) >= wanted.gpus:
                 # Those that are in use come first, so the empty ones by themselves would come last, if at all.
                 if len(fresh) >= wanted.gpus:

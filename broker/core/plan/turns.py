@@ -164,6 +164,8 @@ class Turns:
             if (offer := self._offer(index, need, site, there)) is not None:
                 price = sum(seller.price for seller in offer)
                 groups.setdefault(place.group if need.gpus > 1 else "", []).append((price, site, offer))
+                if not offer and need.gpus == 1:
+                    break  # Nobody need leave: no other place costs less.
         best: tuple[float, tuple[int, ...], list[_Seller]] | None = None
         for name, offers in groups.items():
             if len(offers) < need.gpus or (need.gpus > 1 and not name):
