@@ -314,7 +314,7 @@ def test_a_started_replica_gets_the_kv_that_was_decided() -> None:
 
 
 def test_an_interrupted_replica_does_not_finish_its_requests() -> None:
-    """A stop drains within its bound; an interruption has none (SCH-9), where the answers of its engine can go on elsewhere."""
+    """A stop drains within its bound; an interruption has none (SCH-9), where its engine lets answers go on elsewhere."""
     careful = Pool(A, B)
     c = careful.has("a", 0)
     careful.tell()
