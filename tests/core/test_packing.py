@@ -55,6 +55,29 @@ def test_two_servers_with_room_for_one_large_or_two_small(order: tuple[int, int,
     assert found.score.lost == 0.0
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_busy_model_moves_over_for_one_that_lacks_a_second_device(whole: bool) -> None:
+    """Each device has room for two: of two that share one, one moves beside the busy model, which gets its place. Nobody
+    loses a replica, and nothing moves that may not."""
+    needs = (need("busy", load=1.1, gb=70, usage=0.6), *(need(name, load=0.1, gb=70, usage=0.1) for name in ("a", "b")))
+    servers = tuple(site(number, gb=140) for number in range(2))
+    placed = (there(0, (0,)), there(1, (1,)), there(2, (1,)))
+
+    def found(placed: tuple[Block, ...]) -> tuple[Block, ...]:
+        if whole:
+            return plan(Problem(servers, needs, placed)).blocks
+        layout = Layout(Problem(servers, needs, placed), placed)
+        Search(layout).grow()
+        return named(layout)
+
+    blocks = found(placed)
+    assert Counter(block.need for block in blocks) == {0: 2, 1: 1, 2: 1}
+    assert {block.sites for block in blocks if block.need == 0} == {(0,), (1,)}
+    assert len([block for block in blocks if block.replica is None]) == 2
+    pinned = tuple(replace(block, stays=True) for block in placed)
+    assert set(found(pinned)) == set(pinned)
+
+
 def test_a_large_one_moves_in_where_two_small_ones_sit_apart() -> None:
     """From two 7B on a server each: one moves to the other, and the 70B has a whole server (SCH-3)."""
     needs = (need("s1", load=0.3, gb=70, usage=0.3), need("s2", load=0.3, gb=70, usage=0.3), need("large", gb=140))

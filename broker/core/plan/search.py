@@ -15,7 +15,7 @@ import msgspec
 
 from broker.core.plan.layout import Layout, Score
 from broker.core.plan.problem import Block, Place, Problem
-from broker.core.plan.tunables import GROUPS_MAX, PLACES_MAX, TAKEOVERS_MAX, THRIFT
+from broker.core.plan.tunables import GROUPS_MAX, LARGE_DEVICES, PLACES_MAX, TAKEOVERS_MAX, THRIFT
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -136,11 +136,11 @@ class Search:
         for number in option.leave:
             layout.remove(number)
         price = 0.0
-        if option.sites:
-            if not layout.fits(need, option.sites):
+        for owner, sites in (*option.moves, *([(need, option.sites)] if option.sites else [])):
+            if not layout.fits(owner, sites):
                 return None
-            price = self._load_price(need, option.sites)
-            layout.add(need, option.sites)
+            price += self._load_price(owner, sites)
+            layout.add(owner, sites)
         return self._worth(lost - layout.lost(), price, layout.devices - devices)
 
     def _load_price(self, need: int, sites: tuple[int, ...]) -> float:
@@ -160,7 +160,8 @@ class Search:
         if len(layout.of[need]) >= layout.problem.needs[need].replicas_max:
             return self._departures(need)
         places = [_Option(sites) for sites in self._places(need, new_devices, shut)]
-        return [*places, *self._departures(need), *(() if places else self._takeovers(need, shut))]
+        others = () if places else self._takeovers(need, shut) or self._exchanges(need, shut)
+        return [*places, *self._departures(need), *others]
 
     def _places(self, need: int, new_devices: bool, shut: Sequence[int]) -> list[tuple[int, ...]]:
         """Where one more block fits: every place in use, and of the unused ones one of each kind and group."""
@@ -244,6 +245,25 @@ class Search:
             mark = layout.mark()
             layout.remove(number)
             options.extend(_Option((site,), (number,)) for site in block.sites if layout.fits_site(need, site))
+            layout.rollback(mark)
+        return options
+
+    def _exchanges(self, need: int, shut: Sequence[int]) -> list[_Option]:
+        """Places of others that may not leave but can move to where there is room, in pools up to ``LARGE_DEVICES``."""
+        layout, sites = self.layout, range(len(self.layout.problem.sites))
+        if layout.problem.needs[need].gpus > 1 or len(sites) > LARGE_DEVICES:
+            return []
+        options: list[_Option] = []
+        for number in sorted(layout.blocks):
+            block = layout.blocks[number]
+            if block.stays or block.need == need or len(block.sites) > 1 or block.sites[0] in shut or self.tired:
+                continue
+            mark = layout.mark()
+            layout.remove(number)
+            if layout.fits_site(need, block.sites[0]):
+                rest = [site for site in sites if (site,) != block.sites and site not in shut]
+                to = next((site for site in rest if layout.fits(block.need, (site,))), None)
+                options += [] if to is None else [_Option(block.sites, (number,), ((block.need, (to,)),))]
             layout.rollback(mark)
         return options
 
@@ -374,10 +394,11 @@ class Search:
 
 
 class _Option(msgspec.Struct, frozen=True):
-    """One more block on ``sites`` (none: nobody comes); ``leave`` go first."""
+    """One more block on ``sites`` (none: nobody comes); ``leave`` go first, and ``moves`` is where they go instead."""
 
     sites: tuple[int, ...]
     leave: tuple[int, ...] = ()
+    moves: tuple[Place, ...] = ()
 
 
 def _combinations(members: Sequence[int], size: int) -> Iterable[tuple[int, ...]]:
