@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 
 import structlog
+from msgspec.structs import replace
 
 from broker.core.pool.describe import model_state
 from broker.core.requests.admission import ModelView

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from broker.core.plan.layout import Layout
@@ -24,7 +26,9 @@ def advice(look: Look, blocks: list[Block], value_max: float, trials_max: int) -
         stays = block.replica is not None and look.replicas[block.replica].stays
         return replace(block, stays=stays) if block.need in advised else block
 
-    free = replace(look, problem=replace(look.problem, needs=needs, placed=tuple(map(unlocked, look.problem.placed))))
+    free = dataclasses.replace(
+        look, problem=replace(look.problem, needs=needs, placed=tuple(map(unlocked, look.problem.placed)))
+    )
     layout = Layout(free.problem, map(unlocked, blocks))
     devices = layout.devices
     search = Search(layout, trials_max)

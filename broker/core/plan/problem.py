@@ -6,6 +6,8 @@ pool that it was made from.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from broker.core.plan.need import ModelNeed
@@ -125,7 +127,8 @@ class Problem(msgspec.Struct, frozen=True):
     prices: Prices = msgspec.field(default_factory=Prices)
 
 
-class Look(msgspec.Struct):
+@dataclass(slots=True)
+class Look:
     """One look at the pool. Models, needs, costs and the problem's needs have the same order."""
 
     now_s: float
